@@ -1,0 +1,50 @@
+# One command each. `make demo` and `make test` do their own set-up: a virtual environment in .venv, nothing else.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+ARGS   ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check format bench soak system docs clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
+
+demo: $(STAMP) ## see the line run: 32 tasks x 4 samples through three worker processes (ARGS="--json")
+	$(BIN)/rollout demo $(ARGS)
+
+test: $(STAMP) ## all tests but the long ones; with CI=true installs the services first (ARGS="-k queue")
+	@if [ "$${CI:-}" = true ]; then $(MAKE) --no-print-directory system; fi
+	$(BIN)/pytest tests -m "not slow" $(ARGS)
+
+check: $(STAMP) ## format, lint, types, import rule
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/pytest -q tests/unit/test_packaging.py
+
+format: $(STAMP) ## put the code into the project's format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP) ## figures of this machine, into benchmarks/results/line.json (keep the machine idle)
+	@mkdir -p benchmarks/results
+	$(BIN)/python benchmarks/line.py --json benchmarks/results/line.json $(ARGS)
+
+soak: $(STAMP) ## the full sizes: the long tests, then the benchmarks
+	$(BIN)/pytest tests -m slow --timeout 3600 $(ARGS)
+	@$(MAKE) --no-print-directory bench ARGS=
+
+system: ## what changes the machine: installs redis-server where there is none; prints it first
+	@.ci/system.sh
+
+docs: $(STAMP) ## write docs/config.md anew from config.yaml
+	$(BIN)/python .ci/config_page.py > docs/config.md
+
+clean: ## remove .venv and caches
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+$(STAMP): pyproject.toml .ci/constraints.txt .ci/venv.sh
+	@.ci/venv.sh "$(PYTHON)" "$(VENV)"
+	@touch $(STAMP)

@@ -1,0 +1,298 @@
+"""The trainer's side: enqueue tasks, pop scored trajectories, acknowledge them.
+
+    async with RolloutClient() as line:
+        await line.enqueue([Task(handler="math", data={...})], samples=8)
+        batch = await line.pop(8, timeout=600)
+        ...
+        await line.ack(batch)
+
+What is popped is leased: a trainer that dies before `ack` gets the same trajectories again. One line serves one
+trainer; any of its processes may pop and ack.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import time
+import uuid
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from pipeline.config import Config, load
+from pipeline.connection import check, connect, connect_sync
+from pipeline.envelope import Envelope, Task, encode, encode_compressed, rollout_id
+from pipeline.errors import Incomplete, MemoryHigh, TaskError
+from pipeline.inspect import attempts_of, counts, depth, fields_of, where, workers
+from pipeline.keeper import Keeper
+from pipeline.queue import Popped, Queue
+from pipeline.results import Batch, Group, Rollout, read
+
+log = logging.getLogger(__name__)
+
+ASK_EVERY = 5.0
+"""Seconds between two looks for rollouts that the server has no record of, while `pop` waits."""
+
+PAGE = 500
+
+
+class RolloutClient:
+    """asyncio client of one line.
+
+    `config`: a Config; else `load()` reads config.yaml and ROLLOUT_* variables. `url` is a short form for redis.url.
+    """
+
+    def __init__(self, url: str | None = None, *, config: Config | None = None) -> None:
+        from pipeline.server import find
+
+        config = config or load()
+        if url:
+            config = config.changed({"redis.url": url})
+        state = None if config.redis.url else find(config)
+        if state is not None:
+            config = config.changed({"redis.url": state.url, "redis.password_file": state.password_file})
+        self.config = config
+        self.name = f"client-{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
+        self._client = connect(config)
+        self.queue = Queue(self._client, config, patience=config.limits.outage)
+        self._keeper: Keeper | None = None
+        self._outstanding: dict[str, str] = {}
+        self._tasks: dict[str, tuple[Task, dict[str, Any]]] = {}
+        self._popping = asyncio.Lock()
+
+    async def __aenter__(self) -> Self:
+        await self.open()
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        await self.close()
+
+    async def open(self) -> None:
+        """Connect. Raises RedisUnavailable or ConfigError, a sentence that says what is wrong."""
+        for warning in (await check(self._client)).warnings:
+            log.warning("%s", warning)
+        await self.queue.check_schema()
+        self._keeper = Keeper(connect_sync(self.config), self.queue, self.name, self.config.lease.done_seconds)
+        self._keeper.start()
+
+    async def close(self) -> None:
+        """Give back what is popped and not acked, and disconnect."""
+        if self._keeper is not None:
+            left = self._keeper.stop()
+            if left:
+                await self.queue.hand_back(left)
+            self._keeper = None
+        await self._client.aclose()
+
+    # -- in ----------------------------------------------------------------------------------------------------------
+
+    async def enqueue(
+        self, tasks: Iterable[Task], *, samples: int = 1, priority: int = 0, lane: str = "train", wait: float = 0.0
+    ) -> list[str]:
+        """Enqueue each task's `samples`, all or none of a task; returns the rollouts' ids, task by task.
+
+        The same task id enqueued again changes nothing. Higher `priority` goes first. Raises QueueFull or MemoryHigh
+        (after `wait` seconds of trying): the tasks before the refused one are in, the refused one is not.
+        """
+        if lane not in self.config.line.lanes:
+            raise TaskError(f"lane {lane!r} is unknown (known: {', '.join(self.config.line.lanes)}); line.lanes names them")
+        if samples < 1:
+            raise TaskError(f"samples is {samples}: a group has at least 1 sample")
+        if not -1_000_000 <= priority <= 1_000_000:
+            raise TaskError(f"priority is {priority}: it must lie within -1000000 and 1000000")
+        ids: list[str] = []
+        for task in tasks:
+            ids.extend(await self._enqueue(task, samples, priority, lane, wait))
+        return ids
+
+    async def _enqueue(self, task: Task, samples: int, priority: int, lane: str, wait: float) -> list[str]:
+        group = task.id or f"{task.handler.rpartition(':')[2].lower()}-{uuid.uuid4().hex[:12]}"
+        about = {"samples": samples, "priority": priority, "lane": lane, "enqueued": time.time()}
+        ids = [rollout_id(group, sample) for sample in range(samples)]
+        until = time.monotonic() + wait
+        while True:
+            try:
+                if await self.queue.memory_high():
+                    high = self.config.memory.high
+                    raise MemoryHigh(f"Redis is above memory.high = {high:g} of its maxmemory: task {group} was not enqueued")
+                await self._write(group, task, about, range(samples))
+                break
+            except (MemoryHigh, Exception) as error:
+                if not getattr(error, "kind", "") in ("memory", "full") or time.monotonic() > until:
+                    raise
+            await asyncio.sleep(0.2)
+        self._tasks[group] = (task, about)
+        self._outstanding.update(dict.fromkeys(ids, lane))
+        return ids
+
+    async def _write(self, group: str, task: Task, about: dict[str, Any], samples: Iterable[int]) -> int:
+        envelopes = [
+            Envelope(
+                id=rollout_id(group, sample), group=group, handler=task.handler, sample=sample, samples=about["samples"],
+                lane=about["lane"], priority=about["priority"], policy=task.policy, enqueued=about["enqueued"],
+                deadline=task.deadline, retry_of=about.get("retry_of"),
+            )
+            for sample in samples
+        ]  # fmt: skip
+        return await self.queue.enqueue(
+            group, encode_compressed(task), [(item.id, encode(item)) for item in envelopes], lane=about["lane"],
+            priority=about["priority"], samples=about["samples"], queue_ttl=self.config.limits.queue_ttl, deadline=task.deadline,
+        )  # fmt: skip
+
+    # -- out ---------------------------------------------------------------------------------------------------------
+
+    async def pop(self, n: int, timeout: float | None = None, lane: str = "train") -> Batch:
+        """Lease n finished rollouts of a lane, oldest group first, whatever their outcome.
+
+        Raises Incomplete after `timeout` seconds, or at once when less than n can ever come (nothing is in flight): it
+        says n of m, each missing id and why, and holds what came in `.batch`.
+        """
+        async with self._popping:
+            batch = Batch((), ())
+            nonce = uuid.uuid4().hex
+            async for _ in self._ticks(timeout, lane):
+                leases = await self.queue.pop(lane, n - len(batch), self.name, self.config.lease.done_seconds, nonce)
+                nonce = uuid.uuid4().hex
+                if leases:
+                    batch = batch + await self._read(leases)
+                if len(batch) >= n:
+                    return batch
+            raise await self._incomplete(batch, n, len(batch), "rollouts", lane, timeout)
+
+    async def pop_groups(self, n: int, timeout: float | None = None, lane: str = "train") -> list[Group]:
+        """Lease n whole groups of a lane, oldest first. Raises Incomplete as `pop` does; `.batch` is a list of groups.
+
+        A lane is popped by rollouts or by groups, not by both: of a group whose members were popped singly only the
+        rest comes.
+        """
+        async with self._popping:
+            groups: list[Group] = []
+            async for _ in self._ticks(timeout, lane):
+                found = await self.queue.pop_groups(lane, n - len(groups), self.name, self.config.lease.done_seconds)
+                for group, leases in found:
+                    groups.append(Group(group, (await self._read(leases)).rollouts))
+                if len(groups) >= n:
+                    return groups
+            raise await self._incomplete(groups, n, len(groups), "groups", lane, timeout)
+
+    async def ack(self, popped: Batch | Group | Iterable[Group | Rollout] | Rollout) -> None:
+        """The trainer is done with these: the line forgets them. Safe twice.
+
+        Logs a warning for a rollout whose lease ran out before the ack: another consumer may have it too.
+        """
+        ids = list(_ids(popped))
+        leases = self._keeper.leases(ids) if self._keeper else []
+        for at in range(0, len(leases), PAGE):
+            page = leases[at : at + PAGE]
+            for lease, reply in zip(page, await self.queue.take(page), strict=True):
+                if reply == "STALE":
+                    log.warning("rollout %s was acked after its lease had run out: it may be popped a second time", lease.id)
+        if self._keeper:
+            self._keeper.forget(ids)
+        for id in ids:
+            self._forget(id)
+
+    def _forget(self, id: str) -> None:
+        self._outstanding.pop(id, None)
+        group = id.rpartition(".")[0]
+        if group in self._tasks and not any(rollout_id(group, k) in self._outstanding for k in range(self._tasks[group][1]["samples"])):
+            del self._tasks[group]
+
+    async def _ticks(self, timeout: float | None, lane: str) -> Any:
+        """Turns of a pop: at once, then with each ring, until `timeout`. Lost rollouts are enqueued again meanwhile."""
+        until = time.monotonic() + timeout if timeout is not None else None
+        asked = time.monotonic()
+        bell = connect(self.config, blocking=True)
+        try:
+            while True:
+                yield
+                left = until - time.monotonic() if until is not None else 1.0
+                if left <= 0:
+                    return
+                if time.monotonic() - asked > ASK_EVERY:
+                    asked = time.monotonic()
+                    await self.restore()
+                key = self.queue.key("bell", "done", lane)
+                await self.queue.outlast(lambda key=key, left=left: bell.blpop([key], timeout=min(1.0, max(0.01, left))))
+        finally:
+            await bell.aclose()
+
+    async def _read(self, leases: Sequence[Popped]) -> Batch:
+        """Records of leased rollouts; the leases are kept alive from here on."""
+        if self._keeper is None:
+            raise RuntimeError("this client is not open: use `async with RolloutClient()` or call `open()` first")
+        self._keeper.hold(leases)
+        return Batch(tuple(await asyncio.gather(*(self._read_one(lease) for lease in leases))), tuple(leases))
+
+    async def _read_one(self, lease: Popped) -> Rollout:
+        fields, attempts = await asyncio.gather(fields_of(self.queue, lease.id), attempts_of(self.queue, lease.id))
+        token = fields.get("payload", b"").decode()
+        payload = await self.queue.read_payload(lease.id, token) if token else None
+        return read(lease, fields, attempts, payload)
+
+    async def _incomplete(self, batch: Any, wanted: int, got: int, what: str, lane: str, timeout: float | None) -> Incomplete:
+        popped = set(_ids(batch))
+        ids = [id for id, of in self._outstanding.items() if of == lane and id not in popped]
+        found = await where(self.queue, ids[:PAGE]) if ids else {}
+        missing = {id: found[id].why if id in found else "the server has no record of it" for id in ids[:PAGE]}
+        why = await self._why_not(lane, missing)
+        return Incomplete(
+            f"{got} of {wanted} {what} came within {timeout if timeout is not None else 0:g} s: {why}",
+            batch=batch, wanted=wanted, got=got, missing=missing,
+        )  # fmt: skip
+
+    async def _why_not(self, lane: str, missing: dict[str, str]) -> str:
+        if not missing:
+            return f"nothing more is in flight in lane {lane!r} (all that this client enqueued was popped)"
+        reasons: dict[str, int] = {}
+        for why in missing.values():
+            short = why.partition(" s in ")[2] or why
+            reasons[short] = reasons.get(short, 0) + 1
+        shown = "; ".join(f"{count} {why}" for why, count in sorted(reasons.items(), key=lambda item: -item[1])[:4])
+        return f"{len(missing)} outstanding: {shown}"
+
+    # -- care --------------------------------------------------------------------------------------------------------
+
+    async def restore(self) -> int:
+        """Enqueue again what this client waits for and the server has no record of (it came back empty); how many."""
+        restored = 0
+        ids = list(self._outstanding)
+        for at in range(0, len(ids), PAGE):
+            page = ids[at : at + PAGE]
+            known = await asyncio.gather(
+                *(self.queue.execute("EXISTS", self.queue.key("r", id), self.queue.key("gone", id)) for id in page)
+            )
+            lost: dict[str, list[int]] = {}
+            for id, there in zip(page, known, strict=True):
+                group, _, sample = id.rpartition(".")
+                if not there and group in self._tasks:
+                    lost.setdefault(group, []).append(int(sample))
+            for group, samples in lost.items():
+                task, about = self._tasks[group]
+                restored += await self._write(group, task, about, samples)
+        if restored:
+            log.warning("%d rollouts were unknown to the server (it came back without them) and are enqueued again", restored)
+        return restored
+
+    async def cancel(self, ids: Iterable[str], why: str = "cancelled by the trainer") -> dict[str, str]:
+        """Cancel rollouts: REMOVED, ASKED (its worker was told), DONE (too late) or NONE for each; each still ends in a record."""
+        wanted = list(ids)
+        return dict(zip(wanted, await self.queue.cancel(wanted, why), strict=True))
+
+    async def status(self) -> dict[str, Any]:
+        """Depths by stage, counters, and the living workers."""
+        depths, numbers, alive = await asyncio.gather(depth(self.queue), counts(self.queue), workers(self.queue))
+        return {"stages": depths, "counts": numbers, "workers": alive, "outstanding": len(self._outstanding)}
+
+
+def _ids(popped: Any) -> Iterable[str]:
+    if isinstance(popped, Rollout):
+        yield popped.id
+    elif isinstance(popped, Group):
+        yield from (rollout.id for rollout in popped.rollouts)
+    else:
+        for item in popped:
+            yield from _ids(item)

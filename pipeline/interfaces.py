@@ -1,0 +1,198 @@
+"""What a handler sees and what it may be: the agent handler, its context, the sandbox and the policy."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypedDict, runtime_checkable
+
+from pydantic import BaseModel
+
+from pipeline.trajectory import TrajectoryBuilder
+
+
+class Message(TypedDict, total=False):
+    """A chat message as the renderers take it (OpenAI's field names)."""
+
+    role: str
+    content: str
+    tool_calls: list[dict[str, Any]]
+    tool_call_id: str
+    name: str
+    reasoning_content: str
+
+
+class Output(NamedTuple):
+    """What a command printed (stdout and stderr in order) and how it ended; `exit_code` is None after a time-out."""
+
+    text: str
+    exit_code: int | None
+    timed_out: bool = False
+
+
+class Sandbox(Protocol):
+    """An open sandbox: one attempt uses it at a time."""
+
+    async def bash(self, command: str, timeout: float | None = None) -> Output:
+        """Run a command in the rollout's persistent shell. Raises SandboxError when the sandbox itself fails."""
+        ...
+
+    async def read(self, path: str) -> bytes: ...
+
+    async def write(self, path: str, data: bytes) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """One model call's result. `ids` and `logprobs` have one entry per sampled token.
+
+    `versions`: (version, start, end) over `ids`, gapless. `finish_reason`: stop, length or abort.
+    """
+
+    ids: Sequence[int]
+    logprobs: Sequence[float]
+    versions: list[tuple[int, int, int]]
+    finish_reason: str
+    sampling: dict[str, Any] = field(default_factory=dict)
+    started: float = 0.0
+    seconds: float = 0.0
+
+
+class Parsed(NamedTuple):
+    """Sampled tokens read as a message: text, reasoning, and calls as (id, name, arguments) or an error's sentence."""
+
+    message: Message
+    calls: list[ToolCall]
+
+
+class ToolCall(NamedTuple):
+    """A tool call out of sampled tokens. `arguments` is None where they did not parse; `error` says why."""
+
+    id: str
+    name: str
+    arguments: dict[str, Any] | None
+    error: str | None = None
+
+
+@runtime_checkable
+class Policy(Protocol):
+    """The model that plays, token in, token out."""
+
+    context: int
+    """Tokens of prompt and completion together that the server takes."""
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: dict[str, Any]) -> Completion:
+        """Sample one action. Raises PolicyError (retryable) or TaskError (a request that can never work)."""
+        ...
+
+    def render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> list[int]:
+        """Ids of a conversation that ends where the policy speaks."""
+        ...
+
+    def parse(self, ids: Sequence[int], prompt_ids: Sequence[int], tools: Sequence[dict[str, Any]] = ()) -> Parsed:
+        """Read sampled ids."""
+        ...
+
+    def bridge(
+        self,
+        prompt_ids: Sequence[int],
+        completion_ids: Sequence[int],
+        new: Sequence[Message],
+        tools: Sequence[dict[str, Any]] = (),
+    ) -> list[int] | None:
+        """Ids of prompt + completion + `new` messages up to where the policy speaks; None: render anew."""
+        ...
+
+    def text(self, ids: Sequence[int]) -> str:
+        """Decoded text, control tokens included: for people, never to be encoded again."""
+        ...
+
+
+@dataclass(kw_only=True)
+class Context:
+    """What an attempt gives a handler.
+
+    `task` is the handler's `Task` model (or the plain dict). `state` is the handler's own small map, handed from stage
+    to stage (msgpack types only). `deadline` is the monotonic time at which the stage's limit ends. `trajectory` grows in
+    `run` and is complete in `eval`. `sandbox` is None unless the handler asked for one.
+    """
+
+    id: str
+    group: str
+    sample: int
+    lane: str
+    attempt: int
+    task: Any
+    log: logging.LoggerAdapter[logging.Logger]
+    sampling: dict[str, Any] = field(default_factory=dict)
+    limits: dict[str, float] = field(default_factory=dict)
+    state: dict[str, Any] = field(default_factory=dict)
+    trajectory: TrajectoryBuilder = field(default_factory=TrajectoryBuilder)
+    sandbox: Sandbox | None = None
+    _policy: Policy | None = None
+    deadline: float | None = None
+    max_turns: int = 100
+
+    @property
+    def policy(self) -> Policy:
+        """The policy of this attempt. Raises PolicyError-free LookupError where the stage has none."""
+        if self._policy is None:
+            raise LookupError(
+                "this stage has no policy: set policy.url and policy.tokenizer in the config, and call it from an "
+                "`async def` method"
+            )
+        return self._policy
+
+    @property
+    def answer(self) -> str:
+        """Text of the last assistant message, as `run` left it in `state["answer"]`; empty if there was none."""
+        return str(self.state.get("answer", ""))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reward:
+    """A score with its named parts and the evidence for it (both kept with the trajectory)."""
+
+    value: float
+    parts: dict[str, float] = field(default_factory=dict)
+    evidence: dict[str, Any] = field(default_factory=dict)
+
+
+class AgentHandler:
+    """A task family: three methods named like the stages.
+
+    `async def` methods run in the worker's event loop; plain `def` methods run in a child process that is killed at the
+    limit. A handler raises plain Python errors: in `init` and `run` they end the rollout as `handler`, in `eval` as
+    `grader` (tried again). `TaskError` says that the task itself is wrong.
+    """
+
+    Task: ClassVar[type[BaseModel] | None] = None
+    """Pydantic model of the task's data; None leaves it a dict."""
+
+    sandbox: ClassVar[dict[str, Any] | None] = None
+    """What the rollout needs to act in; None takes no sandbox, `{}` the driver's default one."""
+
+    preload: ClassVar[tuple[str, ...]] = ()
+    """Modules that the plain `def` methods need: imported once a worker instead of once a call."""
+
+    eval_sandbox: ClassVar[Literal["none", "same"]] = "none"
+    """What EVAL needs: nothing (RUN's commit frees the sandbox) or the same one."""
+
+    async def init(self, ctx: Context) -> None:
+        """Make the sandbox ready for the policy. Must be repeatable."""
+
+    async def run(self, ctx: Context) -> None:
+        """Let the policy act; grow `ctx.trajectory`. `handlers.turns.Turns` has the usual loop."""
+        raise TypeError(f"{type(self).__name__} defines no `run`: derive from handlers.turns:Turns or write one")
+
+    async def eval(self, ctx: Context) -> Reward | float:
+        """Score the rollout."""
+        raise TypeError(f"{type(self).__name__} defines no `eval`: it must return a number or a Reward")
+
+    def gold(self, task: Any) -> str | list[Message] | None:
+        """The right answer, or the assistant's messages that lead to it; None if the family has none.
+
+        Only the scripted policy server asks for it (demo, tests, benchmarks).
+        """
+        return None

@@ -1,0 +1,71 @@
+"""Keeps a consumer's leases alive from a thread of its own, while the trainer trains."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterable
+
+import redis
+from redis.exceptions import NoScriptError, RedisError
+
+from pipeline.queue import Popped, Queue
+from pipeline.scripts import script_call, text
+
+log = logging.getLogger(__name__)
+
+
+class Keeper(threading.Thread):
+    """Beats for popped rollouts until they are acked. `lease` is in seconds; a beat comes every third of it."""
+
+    def __init__(self, client: redis.Redis, queue: Queue, consumer: str, lease: float) -> None:
+        super().__init__(name=f"keeper-{consumer}", daemon=True)
+        self._client = client
+        self._queue = queue
+        self._consumer = consumer
+        self._lease = lease
+        self._held: dict[str, Popped] = {}
+        self._lock = threading.Lock()
+        self._ending = threading.Event()
+
+    def hold(self, leases: Iterable[Popped]) -> None:
+        with self._lock:
+            self._held.update({lease.id: lease for lease in leases})
+
+    def leases(self, ids: Iterable[str]) -> list[Popped]:
+        with self._lock:
+            return [self._held[id] for id in ids if id in self._held]
+
+    def forget(self, ids: Iterable[str]) -> None:
+        with self._lock:
+            for id in ids:
+                self._held.pop(id, None)
+
+    def stop(self) -> list[Popped]:
+        """End the thread; returns what is still held."""
+        self._ending.set()
+        self.join(timeout=2)
+        self._client.close()
+        with self._lock:
+            return list(self._held.values())
+
+    def run(self) -> None:
+        while not self._ending.wait(self._lease / 3):
+            with self._lock:
+                held = list(self._held.values())
+            for at in range(0, len(held), 500):
+                try:
+                    self._beat(held[at : at + 500])
+                except RedisError as error:
+                    log.warning("popped rollouts can't be kept alive now (%s); it is tried again", error)
+
+    def _beat(self, held: list[Popped]) -> None:
+        triples = [("done", lease.id, lease.token) for lease in held]
+        arguments = list(self._queue.beat_arguments(self._consumer, None, triples))
+        arguments[1] = int(self._lease * 1000)
+        command = script_call("beat", self._queue.prefix, tuple(arguments))
+        try:
+            self._client.execute_command(*command)
+        except NoScriptError:
+            self._client.script_load(text("beat"))
+            self._client.execute_command(*command)

@@ -1,0 +1,78 @@
+-- Lease up to n rollouts of a stage, lanes served by weight, oldest group first.
+-- A: stage, n, lease ms, worker, nonce, inline bytes, then (lane, weight)...
+-- -> per rollout {id, token, attempt, losses, alone, envelope, payload token, payload or '', waited ms, worked ms, task or ''}
+--    Payload and task come along when they are small (inline bytes): it saves the worker a round trip.
+-- The nonce makes it idempotent: the same request sent again gets the same leases. Worker W has one claim in flight.
+local stage, memo = A[1], key('claim', A[4] .. ':' .. A[1])
+local inline = tonumber(A[6])
+
+local function small(name)
+  if inline > 0 and redis.call('STRLEN', name) <= inline then return redis.call('GET', name) or '' end
+  return ''
+end
+
+local function describe(id, token)
+  local h = key('r', id)
+  local v = redis.call('HMGET', h, 'attempts:' .. stage, 'losses', 'alone', 'env', 'payload', 'waited', 'worked', 'group')
+  local payload = (v[5] and v[5] ~= '') and small(key('p', id, v[5])) or ''
+  return { id, token, v[1] or '0', v[2] or '0', v[3] or '', v[4], v[5] or '', payload, v[6] or '0', v[7] or '0',
+    small(key('t', v[8])) }
+end
+
+local out = {}
+if redis.call('HGET', memo, 'nonce') == A[5] then
+  for id, token in string.gmatch(redis.call('HGET', memo, 'got'), '([^\n]+)\t([^\n]+)\n') do
+    if redis.call('HGET', key('r', id), 'token') == token then out[#out + 1] = describe(id, token) end
+  end
+  return out
+end
+
+unlock()
+local lanes, total = {}, 0
+for i = 7, #A, 2 do
+  local ready = key('ready', stage, A[i])
+  local size = redis.call('ZCARD', ready)
+  if size > 0 then
+    lanes[#lanes + 1] = { name = A[i], ready = ready, weight = tonumber(A[i + 1]), left = size }
+    total = total + tonumber(A[i + 1])
+  end
+end
+-- Smooth weighted round robin; the credit is kept, so that claims of one are as fair as claims of many.
+local credits = key('credit', stage)
+for _, lane in ipairs(lanes) do lane.credit = tonumber(redis.call('HGET', credits, lane.name) or 0) end
+local need, got = tonumber(A[2]), {}
+while need > 0 do
+  local best
+  for _, lane in ipairs(lanes) do
+    if lane.left > 0 then
+      lane.credit = lane.credit + lane.weight
+      if not best or lane.credit > best.credit then best = lane end
+    end
+  end
+  if not best then break end
+  best.credit = best.credit - total
+  best.left = best.left - 1
+  local id = redis.call('ZPOPMIN', best.ready)[1]
+  if id and redis.call('EXISTS', key('r', id)) == 1 then
+    local h, token = key('r', id), A[5] .. '-' .. #out
+    local waited = now - tonumber(redis.call('HGET', h, 'since'))
+    redis.call('HSET', h, 'state', 'leased', 'token', token, 'owner', A[4], 'since', whole(now), 'waited', whole(waited))
+    redis.call('HINCRBY', h, 'attempts:' .. stage, 1)
+    redis.call('ZADD', key('lease', stage), whole(now + A[3]), id)
+    redis.call('SADD', key('own', A[4]), id)
+    out[#out + 1] = describe(id, token)
+    got[#got + 1] = id .. '\t' .. token .. '\n'
+    need = need - 1
+  end
+end
+-- Empty: every ring that is still in the doorbell is stale. (While something waits, rings wake the other workers.)
+local waiting = 0
+for _, lane in ipairs(lanes) do waiting = waiting + lane.left end
+if waiting == 0 and stage ~= 'done' then redis.call('DEL', key('bell', stage)) end
+if waiting == 0 and stage == 'done' then redis.call('DEL', key('bell', 'done', A[7])) end
+for _, lane in ipairs(lanes) do
+  if lane.left > 0 then redis.call('HSET', credits, lane.name, lane.credit) else redis.call('HDEL', credits, lane.name) end
+end
+redis.call('HSET', memo, 'nonce', A[5], 'got', table.concat(got))
+redis.call('PEXPIRE', memo, 3600000)
+return out

@@ -1,0 +1,17 @@
+-- A consumer gives popped rollouts back before their lease ends. A: (id, token)... -> how many went back
+unlock()
+local count = 0
+for i = 1, #A, 2 do
+  local id, h = A[i], key('r', A[i])
+  local v = redis.call('HMGET', h, 'token', 'lane', 'order', 'group', 'owner', 'stage')
+  if v[1] == A[i + 1] and v[6] == 'done' then
+    release(id, h, 'done', v[5])
+    redis.call('HSET', h, 'state', 'ready', 'token', '', 'since', whole(now))
+    redis.call('ZADD', key('ready', 'done', v[2]), v[3], id)
+    local g = redis.call('HMGET', key('g', v[4]), 'done', 'samples')
+    if g[1] == g[2] then redis.call('ZADD', key('groups', v[2]), v[3], v[4]) end
+    ring(key('bell', 'done', v[2]))
+    count = count + 1
+  end
+end
+return count

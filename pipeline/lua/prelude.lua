@@ -1,0 +1,106 @@
+-- Shared head of every script. KEYS[1] is the line's prefix, "{name}": one hash tag, so every key below lives on one primary.
+-- The first write of a script must be one that Redis allows at maxmemory (`unlock`): Redis then lets the rest run.
+local P, A = KEYS[1], ARGV
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+
+local function key(a, b, c)
+  local name = P .. ':' .. a
+  if b then name = name .. ':' .. b end
+  if c then name = name .. ':' .. c end
+  return name
+end
+
+local function whole(number) return string.format('%.0f', number) end
+
+local function unlock() redis.call('ZREM', key('none'), '') end
+
+-- A doorbell is only a hint: a list of at most 64 rings. A lost ring costs a waiter its time-out (1 s).
+local function ring(bell, what)
+  redis.call('RPUSH', bell, what or '1')
+  redis.call('LTRIM', bell, -64, -1)
+end
+
+local function remember(id, record)
+  if record and record ~= '' then
+    redis.call('RPUSH', key('a', id), record)
+    redis.call('LTRIM', key('a', id), -40, -1)
+  end
+end
+
+-- The earliest moment at which this rollout may be over by the caller's wish: its deadline, or its wait in this stage.
+local function watch(id, h, waiting)
+  local v = redis.call('HMGET', h, 'deadline', 'ttl')
+  local deadline, ttl = tonumber(v[1]), tonumber(v[2])
+  local due = deadline
+  if waiting and ttl and (not due or now + ttl < due) then due = now + ttl end
+  if due then redis.call('ZADD', key('due'), whole(due), id) end
+end
+
+local function to_ready(id, h, stage)
+  local v = redis.call('HMGET', h, 'lane', 'order')
+  redis.call('HSET', h, 'stage', stage, 'state', 'ready', 'token', '', 'since', whole(now))
+  redis.call('ZADD', key('ready', stage, v[1]), v[2], id)
+  watch(id, h, true)
+  ring(key('bell', stage))
+end
+
+local function to_delayed(id, h, stage, delay)
+  redis.call('HSET', h, 'stage', stage, 'state', 'delayed', 'token', '', 'since', whole(now))
+  redis.call('ZADD', key('delayed', stage), whole(now + delay), id)
+  watch(id, h, true)
+end
+
+-- Where a lost or failed attempt goes: a RUN attempt that has touched a sandbox starts again at INIT.
+local function back(h, stage)
+  if stage == 'run' and redis.call('HGET', h, 'restart') == 'init' then return 'init' end
+  return stage
+end
+
+local function release(id, h, stage, owner)
+  redis.call('ZREM', key('lease', stage), id)
+  if owner and owner ~= '' then redis.call('SREM', key('own', owner), id) end
+end
+
+-- The dead letter: a copy for people, kept for `seconds` (keep.dead_days); nothing depends on it.
+local function bury(id, h, stage, seconds)
+  local copy = key('letter', id)
+  local all = redis.call('HGETALL', h)
+  redis.call('DEL', copy)
+  for i = 1, #all, 2 do redis.call('HSET', copy, all[i], all[i + 1]) end
+  redis.call('HSET', copy, 'died', whole(now))
+  local log = redis.call('LRANGE', key('a', id), 0, -1)
+  if #log > 0 then redis.call('HSET', copy, 'history', '[' .. table.concat(log, ',') .. ']') end
+  redis.call('EXPIRE', copy, seconds)
+  redis.call('ZADD', key('dead', stage), whole(now), id)
+  redis.call('HSET', key('g', redis.call('HGET', h, 'group')), 'letters', seconds)
+end
+
+-- The one terminal move: a record in [done], once, whatever the outcome; a group completes with its last member.
+local function finish(id, h, outcome, kind, why, stage, dead_seconds)
+  local v = redis.call('HMGET', h, 'lane', 'order', 'group')
+  redis.call('ZREM', key('due'), id)
+  redis.call('HSET', h, 'outcome', outcome, 'ended', whole(now))
+  if kind ~= '' then redis.call('HSET', h, 'kind', kind, 'why', why, 'at', stage) end
+  if outcome == 'failed' then bury(id, h, stage, dead_seconds) end
+  redis.call('HSET', h, 'stage', 'done', 'state', 'ready', 'token', '', 'since', whole(now))
+  redis.call('HINCRBY', key('counts'), outcome, 1)
+  redis.call('ZADD', key('ready', 'done', v[1]), v[2], id)
+  local group = key('g', v[3])
+  if redis.call('HINCRBY', group, 'done', 1) == tonumber(redis.call('HGET', group, 'samples')) then
+    redis.call('ZADD', key('groups', v[1]), v[2], v[3])
+  end
+  ring(key('bell', 'done', v[1]))
+end
+
+-- A cancel that reached a rollout in somebody's hands takes effect at the next verb about it.
+local function stop_asked(id, h, stage, dead_seconds)
+  local cancel = redis.call('HGET', h, 'cancel')
+  if not cancel then return false end
+  if cancel == 'deadline' then
+    finish(id, h, 'failed', 'limit', 'its deadline passed while it was in ' .. stage, stage, dead_seconds)
+  else
+    finish(id, h, 'cancelled', 'cancelled', cancel, stage, dead_seconds)
+  end
+  return true
+end

@@ -1,0 +1,352 @@
+"""The line's queue in Redis: leases with fencing tokens. This module and the Lua beside it alone know the keys.
+
+Every key begins with the line's prefix "{name}", one hash tag. Life: until the last ack of its rollout or group, unless
+stated.
+
+    schema          string   message format of the line
+    seq             counter  order in which groups were enqueued
+    r:ID            hash     one rollout: env group lane order stage state token owner attempts:STAGE losses deaths alone
+                             since entered waited worked restart payload sandbox cancel ttl deadline spent:STAGE;
+                             at its end outcome ended result, or kind why at log host exit
+    a:ID            list     its attempts, JSON, the last 40
+    p:ID:TOKEN      string   payload written by the holder of TOKEN (zstd msgpack); expires until a commit makes it stay
+    t:GROUP         string   the task of a group (zstd msgpack); outlives the last ack by keep.dead_days if a letter needs it
+    g:GROUP         hash     samples lane order done left letters
+    m:GROUP         set      ids of the group that are not acked
+    ready:STAGE:LANE zset    waiting rollouts by order (age of the group, moved by priority); STAGE done: to be popped
+    lease:STAGE     zset     leased rollouts by the end of their lease (server ms)
+    delayed:STAGE   zset     rollouts that wait for a retry, by due time (ms)
+    groups:LANE     zset     complete groups, by order
+    due             zset     rollouts by the time their deadline or queue_ttl ends (ms)
+    own:WORKER      set      ids that a worker or consumer holds; empty = gone
+    died:WORKER     string   how many rollouts it held when its leases ran out; 1 h
+    credit:STAGE    hash     lane -> credit of the weighted turn
+    claim:W:STAGE   hash     last claim of a worker (nonce, what it got); 1 h
+    bell:STAGE, bell:done:LANE, bell:worker:W   lists   doorbells, 64 rings at most
+    dead:STAGE      zset     dead letters by time (ms); keep.dead_days
+    letter:ID       hash     copy of a failed rollout for people; keep.dead_days
+    gone:ID         string   tombstone of an acked rollout; keep.gone_hours
+    workers, beats  hash, zset   what each worker says of itself (JSON), and when it last beat; 1 h
+    counts          hash     enqueued acked live scored failed cancelled committed:STAGE attempt|loss|fatal|back:STAGE
+    tick, blind     strings  last tick; until when no lease expires (server ms)
+
+Promise: at-least-once execution, exactly-once commit per (rollout, stage), bounded attempts, refusal instead of dropping.
+Every verb may be sent again with the same arguments: its second answer says what the first one did.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import uuid
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import redis.asyncio
+from redis.exceptions import ConnectionError as RedisConnectionError, OutOfMemoryError, ResponseError, TimeoutError as RedisTimeout
+
+from pipeline.config import Config
+from pipeline.envelope import SCHEMA, WORKING
+from pipeline.errors import ConfigError, MemoryHigh, QueueFull, RedisUnavailable
+from pipeline.scripts import Pipeliner
+
+T = TypeVar("T")
+
+AWAY = (RedisConnectionError, RedisTimeout, ConnectionError, TimeoutError)
+"""What a command raises while Redis is away: nobody knows whether it ran, so it is sent again."""
+
+
+class Claim(NamedTuple):
+    """One lease: what a worker needs to begin."""
+
+    id: str
+    token: str
+    attempt: int
+    losses: int
+    alone: bool
+    envelope: bytes
+    payload_token: str
+    payload: bytes
+    waited: float
+    worked: float
+    task: bytes
+
+
+class Popped(NamedTuple):
+    """One finished rollout in a consumer's hands."""
+
+    id: str
+    token: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ticked:
+    """What a tick did."""
+
+    expired: int
+    failed: int
+    promoted: int
+    blind: bool
+    over: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """How an attempt ended without a result.
+
+    `mode`: attempt (counts against retry.attempts), loss (against retry.losses), fatal (ends the rollout), back (given
+    back; counts nothing). `delay` seconds until it may be claimed again. `to`: "init" where RUN's sandbox is gone.
+    """
+
+    mode: str
+    kind: str
+    why: str
+    delay: float = 0.0
+    to: str = ""
+    log: str = ""
+    host: str = ""
+    exit_code: str = ""
+
+
+class Queue:
+    """The verbs, on one Redis. Each raises RedisUnavailable when Redis stays away for longer than `patience` seconds."""
+
+    def __init__(self, client: redis.asyncio.Redis, config: Config, *, patience: float = 0.0) -> None:
+        self.redis = client
+        self.config = config
+        self.prefix = "{" + config.line.name + "}"
+        self.patience = patience
+        self.pipe = Pipeliner(client)
+        self.dead_seconds = int(config.keep.dead_days * 86400)
+        self.lease_ms = int(config.lease.seconds * 1000)
+
+    def key(self, *parts: str) -> str:
+        return ":".join((self.prefix, *parts))
+
+    async def outlast(self, call: Callable[[], Awaitable[T]], patience: float | None = None) -> T:
+        """Repeat an idempotent call while Redis is away, for `patience` seconds (default: the queue's own)."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + (self.patience if patience is None else patience)
+        wait = 0.02
+        while True:
+            try:
+                return await call()
+            except AWAY as error:
+                if loop.time() + wait > until:
+                    raise RedisUnavailable(f"Redis does not answer: {error}. Is it running? `rollout doctor` looks") from error
+            except ResponseError as error:
+                if not str(error).startswith("LOADING") or loop.time() > until:
+                    raise
+            await asyncio.sleep(wait)
+            wait = min(wait * 1.6, 1.0)
+
+    async def _verb(self, verb: str, *args: Any) -> Any:
+        return await self.outlast(lambda: self.pipe.script(verb, self.prefix, *args))
+
+    async def execute(self, *command: Any) -> Any:
+        """One plain command, repeated while Redis is away: for reads and idempotent writes."""
+        return await self.outlast(lambda: self.pipe.execute(*command))
+
+    # -- the trainer's side ------------------------------------------------------------------------------------------
+
+    async def check_schema(self) -> int:
+        """The line's schema number; a fresh line takes this version's. Raises ConfigError when the line is newer or older."""
+        await self.execute("SET", self.key("schema"), SCHEMA, "NX")
+        found = int(await self.execute("GET", self.key("schema")) or SCHEMA)
+        if found != SCHEMA:
+            newer = "upgrade this installation" if found > SCHEMA else "finish the line's work with the older version first"
+            raise ConfigError(f"line {self.config.line.name!r} has schema {found}, this version speaks {SCHEMA}: {newer}")
+        return found
+
+    async def memory(self) -> tuple[int, int]:
+        """(used, maxmemory) in bytes; maxmemory 0 means that none is set."""
+        info = await self.outlast(lambda: self.redis.info("memory"))
+        return int(info["used_memory"]), int(info.get("maxmemory", 0))
+
+    async def memory_high(self) -> bool:
+        """Above the memory mark? A server that does not tell (fakeredis) never is."""
+        if self.config.memory.high <= 0:
+            return False
+        try:
+            used, limit = await self.memory()
+        except ResponseError:
+            return False
+        return limit > 0 and used > self.config.memory.high * limit
+
+    async def enqueue(
+        self,
+        group: str,
+        task: bytes,
+        envelopes: Sequence[tuple[str, bytes]],
+        *,
+        lane: str = "train",
+        priority: int = 0,
+        samples: int | None = None,
+        queue_ttl: float = 0.0,
+        deadline: float | None = None,
+    ) -> int:
+        """Write a task's samples, all or none; returns how many were new.
+
+        Raises QueueFull or MemoryHigh: nothing was written then. `deadline` is Unix time, `queue_ttl` seconds.
+        """
+        flat = [item for pair in envelopes for item in pair]
+        args = (
+            group, task, priority, lane, self.config.line.max_length, WORKING[0].value,
+            int(queue_ttl * 1000) if queue_ttl else "", int(deadline * 1000) if deadline else "",
+            samples if samples is not None else len(envelopes), *flat,
+        )  # fmt: skip
+        try:
+            status, count = await self._verb("enqueue", *args)
+        except OutOfMemoryError as error:
+            raise MemoryHigh(f"Redis is full ({error}); task {group} was not enqueued. Pop what is done, or wait") from error
+        if status == b"FULL":
+            raise QueueFull(
+                f"the line holds {int(count)} rollouts, at most line.max_length = {self.config.line.max_length}: "
+                f"task {group} with {len(envelopes)} samples was not enqueued. Pop what is done, or wait"
+            )
+        return int(count)
+
+    async def pop(self, lane: str, n: int, consumer: str, lease: float, nonce: str | None = None) -> list[Popped]:
+        """Lease up to n finished rollouts of a lane for `lease` seconds."""
+        args = ("done", n, int(lease * 1000), consumer, nonce or uuid.uuid4().hex, 0, lane, 1)
+        rows = await self._verb("claim", *args)
+        return [Popped(_text(row[0]), _text(row[1])) for row in rows]
+
+    async def pop_groups(
+        self, lane: str, n: int, consumer: str, lease: float, nonce: str | None = None
+    ) -> list[tuple[str, list[Popped]]]:
+        """Lease up to n complete groups of a lane: (group, its members that are not acked)."""
+        args = (lane, n, int(lease * 1000), consumer, nonce or uuid.uuid4().hex)
+        groups: dict[str, list[Popped]] = {}
+        for group, id, token in await self._verb("claim_groups", *args):
+            groups.setdefault(_text(group), []).append(Popped(_text(id), _text(token)))
+        return list(groups.items())
+
+    async def take(self, popped: Iterable[Popped]) -> list[str]:
+        """Acknowledge: OK, AGAIN (it was already) or STALE (another consumer has it) for each."""
+        flat = [item for pair in popped for item in pair]
+        if not flat:
+            return []
+        return [_text(reply) for reply in await self._verb("take", int(self.config.keep.gone_hours * 3600), *flat)]
+
+    async def hand_back(self, popped: Iterable[Popped]) -> int:
+        """Give popped rollouts back at once; returns how many went back."""
+        flat = [item for pair in popped for item in pair]
+        return int(await self._verb("hand_back", *flat)) if flat else 0
+
+    async def cancel(self, ids: Sequence[str], why: str = "cancelled by the caller") -> list[str]:
+        """REMOVED (it waited), ASKED (its worker was told), DONE (too late) or NONE (unknown) for each id."""
+        replies: list[str] = []
+        for at in range(0, len(ids), 500):
+            page = await self._verb("cancel", why, self.dead_seconds, *ids[at : at + 500])
+            replies.extend(_text(reply) for reply in page)
+        return replies
+
+    # -- the worker's side -------------------------------------------------------------------------------------------
+
+    async def claim(self, stage: str, n: int, worker: str, nonce: str | None = None) -> list[Claim]:
+        """Lease up to n rollouts of a stage; lanes by weight, the oldest group first."""
+        lanes = [item for pair in self.config.line.lanes.items() for item in pair]
+        args = (stage, n, self.lease_ms, worker, nonce or uuid.uuid4().hex, self.config.payload.inline_bytes, *lanes)
+        return [_claim(row) for row in await self._verb("claim", *args)]
+
+    async def write_payload(self, id: str, token: str, data: bytes, life: float) -> None:
+        """Write a payload under its token; it expires after `life` seconds unless a commit makes it stay.
+
+        A refusal for memory is outlasted like an outage: a finished rollout is never thrown away for memory.
+        """
+
+        async def write() -> None:
+            try:
+                await self.pipe.execute("SET", self.key("p", id, token), data, "EX", max(1, int(life)))
+            except OutOfMemoryError as error:
+                raise RedisConnectionError(str(error)) from error
+
+        await self.outlast(write)
+
+    async def read_payload(self, id: str, token: str) -> bytes | None:
+        data = await self.execute("GET", self.key("p", id, token))
+        return bytes(data) if data is not None else None
+
+    async def read_task(self, group: str) -> bytes | None:
+        data = await self.execute("GET", self.key("t", group))
+        return bytes(data) if data is not None else None
+
+    async def commit(
+        self,
+        stage: str,
+        id: str,
+        token: str,
+        next_stage: str,
+        envelope: bytes,
+        *,
+        payload: bytes | None = None,
+        written: bool = False,
+        restart: str = "",
+        sandbox: str = "-",
+        record: str = "",
+        worked: float = 0.0,
+        result: bytes = b"",
+    ) -> str:
+        """Finish a stage and enter the next, atomically: OK, AGAIN, STALE, NOPAYLOAD or CANCELLED.
+
+        `payload` comes along when it is small; `written` says that `write_payload` put it under this token; neither
+        keeps the one that is there. `worked` in seconds. `sandbox`: its reference's text, "" for none, "-" unchanged.
+        """
+        args = (
+            stage, id, token, next_stage, envelope, token if written or payload is not None else "", payload or b"",
+            restart, record, int(worked * 1000), result, self.dead_seconds, sandbox,
+        )  # fmt: skip
+        return _text(await self._verb("commit", *args))
+
+    async def fail(
+        self, stage: str, id: str, token: str, failure: Failure, *, record: str = "", worked: float = 0.0
+    ) -> tuple[str, int, int]:
+        """End an attempt without a result: (READY, DELAYED, FAILED, CANCELLED, AGAIN or STALE, attempts, losses)."""
+        args = (
+            stage, id, token, failure.mode, int(failure.delay * 1000), failure.to, self.config.retry.attempts,
+            self.config.retry.losses, failure.kind, failure.why, record, int(worked * 1000), self.dead_seconds,
+            failure.log[-4096:], failure.host, failure.exit_code,
+        )  # fmt: skip
+        status, attempts, losses = await self._verb("fail", *args)
+        return _text(status), int(attempts), int(losses)
+
+    def beat_arguments(self, worker: str, about: dict[str, Any] | None, held: Iterable[tuple[str, str, str]]) -> tuple[Any, ...]:
+        """Arguments of the beat script, for the heartbeat thread's own connection. `held`: (stage, id, token)."""
+        life = int(self.config.limits.outage + max(self.config.limits.run, 60))
+        flat = [item for triple in held for item in triple]
+        return (worker, self.lease_ms, life, json.dumps(about) if about else "", *flat)
+
+    def tick_arguments(self) -> tuple[Any, ...]:
+        retry = self.config.retry
+        return (self.lease_ms, 500, retry.attempts, retry.losses, self.dead_seconds)
+
+    async def beat(self, worker: str, about: dict[str, Any] | None, held: Sequence[tuple[str, str, str]]) -> list[str | int]:
+        """Renew leases: 1 held, 0 lost, or the reason of a cancel, for each (stage, id, token)."""
+        return read_beat(await self._verb("beat", *self.beat_arguments(worker, about, held)))
+
+    async def tick(self) -> Ticked:
+        """Upkeep: expire leases, promote delayed rollouts, end what is over its time."""
+        return read_tick(await self._verb("tick", *self.tick_arguments()))
+
+
+def read_beat(reply: Sequence[Any]) -> list[str | int]:
+    return [item if isinstance(item, int) else _text(item) for item in reply]
+
+
+def read_tick(reply: Sequence[Any]) -> Ticked:
+    expired, failed, promoted, blind, over = map(int, reply)
+    return Ticked(expired=expired, failed=failed, promoted=promoted, blind=bool(blind), over=over)
+
+
+def _claim(row: Sequence[Any]) -> Claim:
+    id, token, attempt, losses, alone, envelope, payload_token, payload, waited, worked, task = row
+    return Claim(
+        _text(id), _text(token), int(attempt), int(losses), alone == b"1", bytes(envelope), _text(payload_token),
+        bytes(payload), int(waited) / 1000, int(worked) / 1000, bytes(task),
+    )  # fmt: skip
+
+
+def _text(value: Any) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)

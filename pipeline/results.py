@@ -1,0 +1,130 @@
+"""What the trainer pops: a rollout's record, with its trajectory as numpy arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from pipeline import wire
+from pipeline.envelope import Envelope, Payload, decode, decode_compressed
+from pipeline.errors import EnvelopeError
+from pipeline.queue import Popped
+from pipeline.trajectory import Trajectory
+
+Outcome = Literal["scored", "failed", "cancelled"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """How a rollout failed: kind, stage, the sentence, the last 4 KB of log, host and exit code where known."""
+
+    kind: str
+    stage: str
+    why: str
+    log: str = ""
+    host: str = ""
+    exit_code: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """One finished rollout. `reward` is None unless `outcome` is "scored": a failure is never a reward.
+
+    `parts`: named parts of the reward. `truncated`: "context", "turns", "length" or None. `state`: the handler's own map.
+    `seconds`: enqueued to ended. `worked`: seconds of work over all attempts. `losses`: times it was given out again
+    without its own fault.
+    """
+
+    id: str
+    group: str
+    sample: int
+    samples: int
+    lane: str
+    outcome: Outcome
+    reward: float | None = None
+    parts: dict[str, float] = field(default_factory=dict)
+    evidence: dict[str, Any] = field(default_factory=dict)
+    truncated: str | None = None
+    failure: Failed | None = None
+    trajectory: Trajectory | None = None
+    state: dict[str, Any] = field(default_factory=dict)
+    handler: str = ""
+    retry_of: str | None = None
+    losses: int = 0
+    attempts: list[dict[str, Any]] = field(default_factory=list)
+    seconds: float = 0.0
+    worked: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Batch(Sequence[Rollout]):
+    """Popped rollouts, leased until `ack` (or until they are handed back)."""
+
+    rollouts: tuple[Rollout, ...]
+    leases: tuple[Popped, ...]
+
+    def __len__(self) -> int:
+        return len(self.rollouts)
+
+    def __getitem__(self, at: Any) -> Any:
+        return self.rollouts[at]
+
+    def __iter__(self) -> Iterator[Rollout]:
+        return iter(self.rollouts)
+
+    def __add__(self, other: Batch) -> Batch:
+        return Batch(self.rollouts + other.rollouts, self.leases + other.leases)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """All members of one task, whatever their outcome."""
+
+    id: str
+    rollouts: tuple[Rollout, ...]
+
+    @property
+    def scored(self) -> tuple[Rollout, ...]:
+        return tuple(rollout for rollout in self.rollouts if rollout.outcome == "scored")
+
+    @property
+    def mean(self) -> float | None:
+        """Mean reward of the scored members; None when there is none: a failure is no zero."""
+        rewards = [rollout.reward for rollout in self.scored if rollout.reward is not None]
+        return sum(rewards) / len(rewards) if rewards else None
+
+
+def read(popped: Popped, fields: dict[str, bytes], attempts: list[dict[str, Any]], payload: bytes | None) -> Rollout:
+    """A rollout's record from its hash and payload. Bytes that do not decode make it `failed`, kind `envelope`."""
+
+    def text(name: str) -> str:
+        return fields.get(name, b"").decode("utf-8", "replace")
+
+    outcome: Any = text("outcome")
+    started, ended = int(text("entered") or 0), int(text("ended") or 0)
+    about: dict[str, Any] = {
+        "losses": int(text("losses") or 0), "attempts": attempts, "seconds": max(0, ended - started) / 1000,
+        "worked": int(text("worked") or 0) / 1000,
+    }  # fmt: skip
+    failure = None
+    if text("kind"):
+        failure = Failed(
+            kind=text("kind"), stage=text("at"), why=text("why"), log=text("log"), host=text("host"), exit_code=text("exit")
+        )
+    try:
+        envelope = decode(Envelope, fields.get("env", b""))
+        content = decode_compressed(Payload, payload) if payload else Payload()
+        result = wire.unpack(fields["result"]) if outcome == "scored" else {}
+    except (EnvelopeError, KeyError) as error:
+        failure = failure or Failed(kind="envelope", stage="done", why=f"its record does not decode: {error}")
+        group = text("group")
+        return Rollout(
+            id=popped.id, group=group, sample=-1, samples=-1, lane=text("lane"), outcome="failed", failure=failure, **about
+        )
+    return Rollout(
+        id=popped.id, group=envelope.group, sample=envelope.sample, samples=envelope.samples, lane=envelope.lane,
+        outcome=outcome, reward=result.get("reward"), parts=result.get("parts", {}), evidence=result.get("evidence", {}),
+        truncated=content.truncated, failure=failure, trajectory=content.trajectory, state=content.state,
+        handler=envelope.handler, retry_of=envelope.retry_of, **about,
+    )  # fmt: skip

@@ -1,0 +1,1 @@
+"""Tests by cost: unit (no service, no sleep), integration (real services), faults (kills and cuts)."""

@@ -1,0 +1,132 @@
+"""What a child does: one method of a handler, or a whole stage of a rollout that must run alone.
+
+Request and reply are length-prefixed msgpack maps. Errors travel as their kind and a sentence; no class is ever rebuilt
+from a name that the other side sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import struct
+import traceback
+from typing import Any
+
+import handlers
+from pipeline import wire
+from pipeline.config import Config
+from pipeline.envelope import Envelope, Payload, Stage, Task, from_map, to_map
+from pipeline.errors import HandlerError, LineError
+from pipeline.interfaces import Reward
+from pipeline.log import AttemptLog
+from workers.stages import Done, Job, as_reward, collected, context, process, wrapped
+
+_LENGTH = struct.Struct("<Q")
+
+
+def frame(value: Any) -> bytes:
+    data = wire.pack(value)
+    return _LENGTH.pack(len(data)) + data
+
+
+def job_to_map(job: Job) -> dict[str, Any]:
+    about = {"stage": job.stage.value, "id": job.id, "token": job.token, "attempt": job.attempt}
+    return {**about, "envelope": to_map(job.envelope), "task": to_map(job.task), "payload": to_map(job.payload)}
+
+
+def job_from_map(value: dict[str, Any]) -> Job:
+    return Job(
+        stage=Stage(value["stage"]),
+        id=value["id"],
+        token=value["token"],
+        attempt=value["attempt"],
+        envelope=from_map(Envelope, value["envelope"]),
+        task=from_map(Task, value["task"]),
+        payload=from_map(Payload, value["payload"]),
+    )
+
+
+def reward_to_map(reward: Reward | None) -> dict[str, Any] | None:
+    return {"value": reward.value, "parts": reward.parts, "evidence": reward.evidence} if reward else None
+
+
+def reward_from_map(value: dict[str, Any] | None) -> Reward | None:
+    return Reward(value=value["value"], parts=value["parts"], evidence=value["evidence"]) if value else None
+
+
+def done_from_map(value: dict[str, Any]) -> Done:
+    return Done(
+        envelope=from_map(Envelope, value["envelope"]),
+        payload=from_map(Payload, value["payload"]) if value["payload"] else None,
+        reward=reward_from_map(value["reward"]),
+        restart=value["restart"],
+        freed=value["freed"],
+    )
+
+
+def _done_to_map(done: Done) -> dict[str, Any]:
+    return {
+        "envelope": to_map(done.envelope),
+        "payload": to_map(done.payload) if done.payload else None,
+        "reward": reward_to_map(done.reward),
+        "restart": done.restart,
+        "freed": done.freed,
+    }
+
+
+def _method(request: dict[str, Any], log: AttemptLog) -> dict[str, Any]:
+    job = job_from_map(request["job"])
+    handler = handlers.load(job.task.handler, request["path"])
+    ctx = context(job, handler, log, request["max_turns"])
+    try:
+        answer = getattr(handler, request["method"])(ctx)
+    except LineError:
+        raise
+    except Exception as error:
+        raise wrapped(job, error, log) from error
+    reward = as_reward(job, answer) if request["method"] == "eval" else None
+    return {"payload": to_map(collected(job, ctx)), "reward": reward_to_map(reward)}
+
+
+async def _stage(request: dict[str, Any], log: AttemptLog) -> dict[str, Any]:
+    from workers.clock import WorkingClock
+    from workers.workshop import close, open_workshop
+
+    config = Config.model_validate(request["config"])
+    shop = await open_workshop(config, request["path"], children=False)
+    try:
+        return _done_to_map(await process(job_from_map(request["job"]), shop, log, WorkingClock(request["limit"])))
+    finally:
+        await close(shop)
+
+
+def answer(request: dict[str, Any]) -> dict[str, Any]:
+    """The reply to one request: a result, or {"error": sentence, "kind": ..., "log": ...}."""
+    log = AttemptLog(logging.getLogger("handler"), rollout=request["job"]["id"])
+    try:
+        result = asyncio.run(_stage(request, log)) if "config" in request else _method(request, log)
+        return {**result, "log": log.tail}
+    except LineError as error:
+        return {"error": str(error), "kind": error.kind, "log": log.tail}
+    except Exception as error:  # the far side can't see our traceback otherwise
+        log.keep(traceback.format_exc())
+        return {"error": f"{type(error).__name__}: {error}", "kind": HandlerError.kind, "log": log.tail}
+
+
+def serve(sock: socket.socket) -> None:
+    """Read one request, write one reply."""
+    size = _LENGTH.unpack(_exactly(sock, _LENGTH.size))[0]
+    request = wire.unpack(_exactly(sock, size))
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
+    sock.sendall(frame(answer(request)))
+
+
+def _exactly(sock: socket.socket, size: int) -> bytes:
+    parts = bytearray()
+    while len(parts) < size:
+        part = sock.recv(min(size - len(parts), 1 << 20))
+        if not part:
+            raise EOFError("the worker closed the call")
+        parts += part
+    return bytes(parts)

@@ -1,0 +1,175 @@
+"""Calls into child processes: plain `def` methods, and rollouts that must run alone. A cancelled call is killed whole."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from typing import Any
+
+from pipeline import wire
+from pipeline.config import Config
+from pipeline.envelope import Payload, from_map
+from pipeline.errors import GraderError, HandlerError, WorkerLost, by_kind
+from pipeline.interfaces import Reward
+from pipeline.log import AttemptLog
+from workers.child_call import done_from_map, frame, job_to_map, reward_from_map
+from workers.stages import Done, Job
+
+
+class ChildDied(WorkerLost):
+    """The child process died before it answered. It ran one rollout alone, so this counts as an attempt."""
+
+    def __init__(self, message: str, exit_code: str) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+class Children:
+    """One child server of a worker, started with the first call and again when it is gone."""
+
+    def __init__(self, config: Config, handlers_path: str | None, preload: tuple[str, ...] = ()) -> None:
+        self._config = config
+        self._path = handlers_path
+        self._preload = preload
+        self._control: socket.socket | None = None
+        self._server: subprocess.Popen[bytes] | None = None
+        self._ends: dict[int, asyncio.Future[int]] = {}
+        self._starting = asyncio.Lock()
+
+    async def method(self, job: Job, name: str, log: AttemptLog) -> tuple[Payload, Reward | None]:
+        """Run one plain method of the job's handler. Raises what it raised, by kind; ChildDied when it died."""
+        request = {"job": job_to_map(job), "method": name, "path": self._path, "max_turns": self._config.policy.max_turns}
+        reply = await self._call(request, log)
+        return from_map(Payload, reply["payload"]), reward_from_map(reply["reward"])
+
+    async def stage(self, job: Job, limit: float, log: AttemptLog) -> Done:
+        """Run a whole stage alone in a child. Raises ChildDied when it died: that is this rollout's own doing."""
+        config = self._config.model_dump()
+        reply = await self._call({"job": job_to_map(job), "path": self._path, "config": config, "limit": limit}, log)
+        return done_from_map(reply)
+
+    async def _call(self, request: dict[str, Any], log: AttemptLog) -> dict[str, Any]:
+        control = await self._running()
+        ours, theirs = socket.socketpair()
+        log_read, log_write = os.pipe()
+        try:
+            socket.send_fds(control, [b"S"], [theirs.fileno(), log_write])
+        except OSError as error:
+            raise WorkerLost(f"the child server is gone ({error}); this attempt is tried again") from error
+        finally:
+            theirs.close()
+            os.close(log_write)
+        reader, writer = await asyncio.open_connection(sock=ours, limit=1 << 20)
+        drain = asyncio.create_task(_drain(log_read, log))
+        pid = 0
+        try:
+            pid = struct.unpack("i", await reader.readexactly(4))[0]
+            ended = self._ends[pid] = asyncio.get_running_loop().create_future()
+            writer.write(frame(request))
+            try:
+                (size,) = struct.unpack("<Q", await reader.readexactly(8))
+                reply = wire.unpack(await reader.readexactly(size))
+            except (asyncio.IncompleteReadError, ConnectionError):
+                raise _died(await asyncio.wait_for(ended, 10.0), request["job"]["stage"]) from None
+            await asyncio.wait({drain}, timeout=0.2)
+        except asyncio.IncompleteReadError as error:
+            raise WorkerLost("the child server ended before the call began; this attempt is tried again") from error
+        finally:
+            writer.close()
+            drain.cancel()
+            self._kill(pid)
+        log.keep(str(reply.get("log", "")))
+        if "error" in reply:
+            error_of = by_kind(str(reply["kind"]), str(reply["error"]))
+            raise error_of or HandlerError(str(reply["error"]))
+        return dict(reply)
+
+    def _kill(self, pid: int) -> None:
+        """Ask the server to kill a call that has not ended; it alone knows that the pid is still that call's."""
+        ended = self._ends.pop(pid, None)
+        if pid and (ended is None or not ended.done()) and self._control is not None:
+            with contextlib.suppress(OSError):
+                self._control.send(b"K%d" % pid)
+
+    async def _running(self) -> socket.socket:
+        async with self._starting:
+            if self._control is not None and self._server is not None and self._server.poll() is None:
+                return self._control
+            self.close()
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            command = [sys.executable, "-m", "workers.child_server", str(theirs.fileno()), *self._preload]
+            self._server = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=_clean())
+            theirs.close()
+            ours.setblocking(False)
+            self._control = ours
+            asyncio.get_running_loop().add_reader(ours, self._heard, ours)
+            return ours
+
+    def _heard(self, control: socket.socket) -> None:
+        with contextlib.suppress(BlockingIOError, OSError):
+            message = control.recv(64)
+            if not message:
+                asyncio.get_running_loop().remove_reader(control)
+                return
+            pid, status = struct.unpack("ii", message)
+            ended = self._ends.get(pid)
+            if ended is not None and not ended.done():
+                ended.set_result(status)
+
+    def kill_all(self) -> None:
+        """End the child server at once; its calls go with it. Callable from another thread."""
+        if self._server is not None and self._server.poll() is None:
+            self._server.kill()
+
+    def close(self) -> None:
+        """End the child server; running calls are killed."""
+        if self._control is not None:
+            with contextlib.suppress(RuntimeError, ValueError):
+                asyncio.get_running_loop().remove_reader(self._control)
+            self._control.close()
+            self._control = None
+        if self._server is not None:
+            try:
+                self._server.wait(timeout=2)
+            except subprocess.TimeoutExpired:
+                self._server.kill()
+                self._server.wait()
+            self._server = None
+
+
+def _clean() -> dict[str, str]:
+    """The child's environment: nothing of ours that could hold a password."""
+    return {key: value for key, value in os.environ.items() if not key.startswith(("ROLLOUT_", "REDIS"))}
+
+
+def _died(status: int, stage: str) -> Exception:
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        how = f"was killed by {signal.Signals(number).name}" + (" (out of memory?)" if number == signal.SIGKILL else "")
+        code = str(-number)
+    else:
+        code = str(os.WEXITSTATUS(status))
+        how = f"ended with {code} before it answered"
+    if stage == "eval":
+        error: Exception = GraderError(f"the grader's process {how}")
+        error.exit_code = code  # type: ignore[attr-defined]
+        return error
+    return ChildDied(f"the process that ran this rollout alone {how}", code)
+
+
+async def _drain(fd: int, log: AttemptLog) -> None:
+    """Read a child's output to its end; the last of it is kept."""
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader()
+    transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(fd, "rb", 0))
+    try:
+        while data := await reader.read(65536):
+            log.keep(data.decode("utf-8", "replace"))
+    finally:
+        transport.close()

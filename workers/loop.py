@@ -1,0 +1,284 @@
+"""The one worker loop of all three stages: claim, decode, process, commit; else retry, else bury."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import time
+import uuid
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import handlers
+from pipeline.config import Config
+from pipeline.connection import check, connect, connect_sync
+from pipeline.envelope import Stage
+from pipeline.errors import LineError, RedisUnavailable, Stale, WorkerLost
+from pipeline.queue import Claim, Queue
+from workers.attempt import Attempt
+from workers.children import Children
+from workers.metrics import Metrics
+from workers.stages import Workshop
+from workers.upkeep import Held, Upkeep
+from workers.workshop import close, handlers_path, open_workshop
+
+log = logging.getLogger(__name__)
+
+PULSE = 0.1
+"""Seconds between two looks at how late the event loop turns."""
+
+
+def package_version() -> str:
+    try:
+        return version("rollout-line")
+    except PackageNotFoundError:
+        return "source"
+
+
+def worker_name(stage: str) -> str:
+    """Unique for each process, and readable: stage, host, pid, and a Slurm array's task where there is one."""
+    job = os.environ.get("SLURM_ARRAY_JOB_ID") or os.environ.get("SLURM_JOB_ID")
+    task = os.environ.get("SLURM_ARRAY_TASK_ID")
+    where = f"-{job}_{task}" if job and task else f"-{job}" if job else ""
+    return f"{stage}-{socket.gethostname()}{where}-{os.getpid()}-{uuid.uuid4().hex[:4]}"
+
+
+class Worker:
+    """One process that serves one stage with `slots` rollouts at a time."""
+
+    def __init__(self, config: Config, stage: Stage, slots: int, *, burst: bool = False, metrics: Metrics | None = None) -> None:
+        self.config = config
+        self.stage = stage
+        self.slots = slots
+        self.burst = burst
+        self.name = worker_name(stage.value)
+        self.host = socket.gethostname()
+        self.version = package_version()
+        self.started = time.time()
+        self.metrics = metrics or Metrics(stage.value)
+        self.running: dict[str, Attempt] = {}
+        self.shop: Workshop
+        self.queue: Queue
+        self.upkeep: Upkeep
+        self._stopping = asyncio.Event()
+        self._slot_free = asyncio.Event()
+        self._nonce = ""
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # -- life --------------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Serve until told to stop, or, with `burst`, until nothing is left. Raises RedisUnavailable, ConfigError."""
+        client, bell = connect(self.config), connect(self.config, blocking=True)
+        self.queue = Queue(client, self.config, patience=self.config.limits.outage)
+        self._bell = bell
+        for warning in (await check(client)).warnings:
+            log.warning("%s", warning)
+        await self.queue.check_schema()
+        path = handlers_path(self.config)
+        for name in [*handlers.BUILT_IN, *self.config.handlers.load]:
+            handlers.load(name, path)
+        self.shop = await open_workshop(self.config, path)
+        self.upkeep = Upkeep(
+            connect_sync(self.config, blocking=True), self.queue, self.name,
+            held=self._held, on_beat=self._heard, about=self.about, kill=self._kill_children,
+        )  # fmt: skip
+        self._loop = asyncio.get_running_loop()
+        self.upkeep.start()
+        helpers = [asyncio.create_task(self._pulse()), asyncio.create_task(self._watch_queue())]
+        log.info("worker %s serves %s with %d slots", self.name, self.stage, self.slots)
+        try:
+            await self._serve()
+            await self._drain()
+        finally:
+            for helper in helpers:
+                helper.cancel()
+            self.upkeep.stop()
+            await close(self.shop)
+            with contextlib.suppress(OSError):
+                await client.aclose()
+                await bell.aclose()
+        log.info("worker %s ends", self.name)
+
+    def stop(self) -> None:
+        """Claim nothing more; finish or give back within limits.grace."""
+        if not self._stopping.is_set():
+            log.warning("asked to stop: nothing more is claimed, %d rollouts in work", len(self.running))
+        self._stopping.set()
+        self._slot_free.set()
+
+    def install_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.stop)
+
+    async def _drain(self) -> None:
+        """Wait for what is in work; what has not ended after the grace time is given back as a loss."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=None if self.burst and not self._stopping.is_set() else self.config.limits.grace)
+        for attempt in list(self.running.values()):
+            attempt.stop(WorkerLost(f"worker {self.name} was asked to stop and gave it back after {self.config.limits.grace:g} s"))
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=self.config.limits.swallow + self.config.redis.socket_timeout + 1)
+
+    # -- claiming ----------------------------------------------------------------------------------------------------
+
+    async def _serve(self) -> None:
+        while not self._stopping.is_set():
+            free = self.slots - len(self.running)
+            if free <= 0 or self.upkeep.stalled or (self.stage is Stage.INIT and self.upkeep.memory_high):
+                self._slot_free.clear()
+                await self._wait_for_slot(None if free <= 0 else 0.2)
+                continue
+            wanted = min(free, self.config.workers.claim_batch)
+            claims = await self._claim(wanted)
+            for claim in claims:
+                self._begin(claim)
+            if len(claims) == wanted:
+                await asyncio.sleep(0)
+            elif self.burst and not claims and not self.running and await self._is_empty():
+                return
+            else:
+                await self._doorbell()
+
+    async def _claim(self, wanted: int) -> list[Claim]:
+        """A claim is never cancelled, and repeated with its nonce: a reply that was lost is answered with the same leases."""
+        self._nonce = self._nonce or uuid.uuid4().hex
+        try:
+            claims = await asyncio.shield(self.queue.claim(self.stage.value, wanted, self.name, self._nonce))
+        except RedisUnavailable:
+            log.error("Redis stayed away for limits.outage = %g s: this worker ends", self.config.limits.outage)
+            raise
+        self._nonce = ""
+        return claims
+
+    async def _wait_for_slot(self, timeout: float | None) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._slot_free.wait(), timeout)
+
+    async def _doorbell(self) -> None:
+        """Wait until something may be ready: a ring, a second, or the end. A lost ring costs no more than that second."""
+        timeout = 0.05 if self.burst else 1.0
+        ring = asyncio.create_task(self._bell.blpop([self.queue.key("bell", self.stage.value)], timeout=timeout))
+        ending = asyncio.create_task(self._stopping.wait())
+        await asyncio.wait({ring, ending}, return_when=asyncio.FIRST_COMPLETED)
+        ending.cancel()
+        ring.cancel()
+        try:
+            await ring
+        except asyncio.CancelledError:
+            return
+        except Exception as error:  # only a hint is lost; the claim that follows meets the same fault and outlasts it
+            log.debug("the doorbell can't be heard: %s", error)
+            await asyncio.sleep(0.2)
+
+    async def _is_empty(self) -> bool:
+        keys = [self.queue.key("ready", self.stage.value, lane) for lane in self.config.line.lanes]
+        keys.append(self.queue.key("delayed", self.stage.value))
+        return not any(await asyncio.gather(*(self.queue.execute("ZCARD", key) for key in keys)))
+
+    # -- one rollout -------------------------------------------------------------------------------------------------
+
+    def _begin(self, claim: Claim) -> None:
+        attempt = Attempt(self, claim)
+        self.running[claim.token] = attempt
+        self.metrics.taken.inc()
+        self.metrics.waiting.observe(claim.waited)
+        self.metrics.running.set(len(self.running))
+        task = asyncio.create_task(self._attempt(attempt))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _attempt(self, attempt: Attempt) -> None:
+        """All outcomes on one screen."""
+        try:
+            try:
+                done = await attempt.work()
+                status = await attempt.commit(done)
+            except Stale as error:
+                status = "STALE"
+                attempt.log.warning("its lease is no longer ours (%s); what was done is dropped", error)
+            except LineError as error:
+                status = await attempt.fail(error)
+            self._count(status)
+            if status in ("OK", "AGAIN"):
+                await attempt.after_commit(done)
+            else:
+                await attempt.clean_up()
+        except RedisUnavailable as error:
+            attempt.log.error("its result could not be written: %s; it will be done again elsewhere", error)
+        except Exception:  # nothing may end here unseen: a rollout whose task died would keep its lease for ever
+            attempt.log.exception("a fault of the worker itself; the lease is left to run out")
+        finally:
+            self._release(attempt)
+
+    def _release(self, attempt: Attempt) -> None:
+        if self.running.pop(attempt.claim.token, None) is not None:
+            self.metrics.working.observe(attempt.clock.elapsed)
+            self.metrics.running.set(len(self.running))
+            self._slot_free.set()
+
+    def abandon(self, attempt: Attempt) -> None:
+        """Its coroutine swallowed the cancel: it is fenced, counted, and its slot opened again."""
+        self.metrics.swallowed.inc()
+
+    def _count(self, status: str) -> None:
+        metrics = self.metrics
+        counter = {
+            "OK": metrics.committed, "READY": metrics.retried, "DELAYED": metrics.retried, "FAILED": metrics.dead,
+            "CANCELLED": metrics.cancelled, "STALE": metrics.stale,
+        }.get(status)  # fmt: skip
+        if counter is not None:
+            counter.inc()
+
+    # -- what the heartbeat thread sees --------------------------------------------------------------------------------
+
+    def _held(self) -> Held:
+        return [(self.stage.value, a.claim.id, a.claim.token) for a in list(self.running.values()) if not a.overdue()]
+
+    def _heard(self, held: Held, replies: list[str | int]) -> None:
+        bad = {triple[2]: reply for triple, reply in zip(held, replies, strict=True) if reply != 1}
+        if bad:
+            with contextlib.suppress(RuntimeError):  # the loop has closed: nothing is left to tell
+                self._loop.call_soon_threadsafe(self._told, bad)
+
+    def _told(self, bad: dict[str, str | int]) -> None:
+        for token, reply in bad.items():
+            attempt = self.running.get(token)
+            if attempt is not None:
+                attempt.told(reply)
+
+    def about(self) -> dict[str, Any]:
+        """What this worker says of itself with each beat."""
+        return {
+            "stage": self.stage.value, "host": self.host, "pid": os.getpid(), "slots": self.slots,
+            "running": len(self.running), "version": self.version, "started": self.started, "stopping": self._stopping.is_set(),
+            "memory_high": self.upkeep.memory_high, "stalled": self.upkeep.stalled,
+            "paused": next((a.clock.why for a in list(self.running.values()) if a.clock.why), ""),
+        }  # fmt: skip
+
+    def _kill_children(self) -> None:
+        if isinstance(self.shop.children, Children):
+            self.shop.children.kill_all()
+
+    async def _pulse(self) -> None:
+        while True:
+            before = time.monotonic()
+            await asyncio.sleep(PULSE)
+            self.upkeep.pulse = time.monotonic()
+            self.metrics.lag.observe(max(0.0, self.upkeep.pulse - before - PULSE))
+
+    async def _watch_queue(self) -> None:
+        from pipeline.inspect import stage_depth
+
+        while self.config.workers.metrics_port:
+            for lane in self.config.line.lanes:
+                with contextlib.suppress(RedisUnavailable):
+                    depth = await stage_depth(self.queue, self.stage.value, lane)
+                    self.metrics.length.labels(self.stage.value, lane).set(depth.ready)
+                    self.metrics.age.labels(self.stage.value, lane).set(depth.age)
+            await asyncio.sleep(1.0)

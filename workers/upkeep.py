@@ -1,0 +1,165 @@
+"""The heartbeat thread of a worker: beats, ticks, doorbell, and a look at the event loop.
+
+It has a connection of its own and goes on whatever the event loop does, while the process lives. (A C call that holds
+the GIL stops it too; model text is therefore matched in a child or by linear patterns.)
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import redis
+from redis.exceptions import NoScriptError, RedisError, ResponseError
+
+from pipeline.queue import AWAY, Queue, read_beat, read_tick
+from pipeline.scripts import script_call, text
+
+log = logging.getLogger(__name__)
+
+Held = list[tuple[str, str, str]]
+
+
+class Upkeep(threading.Thread):
+    """Runs until `stop`. Callbacks are called in this thread: they must only hand over to the event loop.
+
+    `held`: the leases to renew, (stage, id, token). `on_beat`: told, per lease, 1 (held), 0 (lost) or a cancel's reason.
+    `about`: what the worker says of itself. `kill`: called right before the process ends itself (`loop_dead`).
+    """
+
+    def __init__(
+        self,
+        client: redis.Redis,
+        queue: Queue,
+        worker: str,
+        *,
+        held: Callable[[], Held],
+        on_beat: Callable[[Held, list[str | int]], None],
+        about: Callable[[], dict[str, Any]],
+        kill: Callable[[], None] = lambda: None,
+    ) -> None:
+        super().__init__(name=f"upkeep-{worker}", daemon=True)
+        self._client = client
+        self._queue = queue
+        self._config = queue.config
+        self._worker = worker
+        self._held, self._on_beat, self._about, self._kill = held, on_beat, about, kill
+        self._ending = threading.Event()
+        self._away_total = 0.0
+        self._away_since: float | None = None
+        self._last_beat = 0.0
+        self._last_tick = 0.0
+        self._reported = False
+        self._loop_thread = threading.get_ident()
+        self.pulse = time.monotonic()
+        self.stalled = False
+        self.memory_high = False
+
+    def away(self) -> float:
+        """Seconds that Redis has been away since this worker started (monotonic total)."""
+        since = self._away_since
+        return self._away_total + (time.monotonic() - since if since is not None else 0.0)
+
+    def stop(self) -> None:
+        self._ending.set()
+
+    def run(self) -> None:
+        bell = self._queue.key("bell", "worker", self._worker)
+        while not self._ending.is_set():
+            self._look_at_loop()
+            try:
+                rung = self._client.blpop([bell], timeout=self._wait())
+                self._once(rung is not None)
+                self._is_back()
+            except AWAY as error:
+                self._is_away(error)
+                self._ending.wait(min(0.5, self._config.lease.tick))
+            except RedisError as error:
+                if not (isinstance(error, ResponseError) and str(error).startswith("LOADING")):
+                    log.exception("upkeep failed and is tried again in a second")
+                self._is_away(error)
+                self._ending.wait(1.0)
+
+    def _wait(self) -> float:
+        """Seconds until the next beat or tick is due; the doorbell is waited for that long."""
+        now = time.monotonic()
+        due = min(self._last_beat + self._config.lease.beat, self._last_tick + self._config.lease.tick)
+        return min(max(due - now, 0.01), 1.0)
+
+    def _once(self, rung: bool) -> None:
+        now = time.monotonic()
+        back = self._away_since is not None
+        if rung or back or now - self._last_beat >= self._config.lease.beat:
+            self.beat()
+            self._last_beat = now
+        if now - self._last_tick >= self._config.lease.tick:
+            ticked = read_tick(self._script("tick", self._queue.tick_arguments()))
+            self._last_tick = now
+            if ticked.expired or ticked.failed:
+                log.warning(
+                    "%d leases of silent workers ran out: their rollouts are given out again, %d of them ended as failed",
+                    ticked.expired, ticked.failed,
+                )  # fmt: skip
+            self._look_at_memory()
+
+    def beat(self) -> None:
+        """Renew every lease; in pages, so that a thousand leases do not hold Redis."""
+        held = self._held()
+        for at in range(0, max(len(held), 1), 500):
+            page = held[at : at + 500]
+            reply = self._script("beat", self._queue.beat_arguments(self._worker, self._about(), page))
+            self._on_beat(page, read_beat(reply))
+
+    def _script(self, verb: str, args: tuple[Any, ...]) -> Any:
+        try:
+            return self._client.execute_command(*script_call(verb, self._queue.prefix, args))
+        except NoScriptError:
+            self._client.script_load(text(verb))
+            return self._client.execute_command(*script_call(verb, self._queue.prefix, args))
+
+    def _look_at_memory(self) -> None:
+        try:
+            info: Any = self._client.info("memory")
+        except ResponseError:
+            return
+        limit = int(info.get("maxmemory", 0))
+        high = limit > 0 and int(info["used_memory"]) > self._config.memory.high * limit
+        if high and not self.memory_high:
+            log.warning("Redis is above the memory mark (memory.high = %s): INIT claims nothing more", self._config.memory.high)
+        self.memory_high = high
+
+    def _is_away(self, error: Exception) -> None:
+        if self._away_since is None:
+            self._away_since = time.monotonic()
+            log.warning("Redis does not answer (%s): running rollouts go on, nothing is claimed, writes are repeated", error)
+
+    def _is_back(self) -> None:
+        if self._away_since is not None:
+            gone = time.monotonic() - self._away_since
+            self._away_total += gone
+            self._away_since = None
+            log.warning("Redis answers again after %.1f s", gone)
+
+    def _look_at_loop(self) -> None:
+        silent = time.monotonic() - self.pulse
+        limits = self._config.limits
+        if silent < limits.loop_stall:
+            self.stalled = self._reported = False
+            return
+        self.stalled = True
+        frame = sys._current_frames().get(self._loop_thread)
+        stack = "".join(traceback.format_stack(frame)[-6:]) if frame else "(no stack)"
+        if not self._reported:
+            self._reported = True
+            log.error("the event loop has not turned for %.0f s; nothing more is claimed; it is held by:\n%s", silent, stack)
+        if silent >= limits.loop_dead:
+            log.critical("the event loop has not turned for %.0f s: this process ends, its rollouts are given out again", silent)
+            self._kill()
+            logging.shutdown()
+            os._exit(1)
