@@ -67,12 +67,16 @@ def digest_of(name: str, path: str | Path | None = None) -> str:
     return _digest(_class_of(name, None if path is None else str(path)))
 
 
-@functools.lru_cache
 def _digest(cls: type[AgentHandler]) -> str:
-    """Read once: what runs is the code that was imported, whatever the file says later."""
     source = inspect.getsourcefile(cls)
     if source is None:
         raise HandlerError(f"{cls.__name__} has no source file, so its version can't be told")
+    return _file_digest(source)
+
+
+@functools.lru_cache
+def _file_digest(source: str) -> str:
+    """Read once: what runs is the code that was imported, whatever the file says later."""
     return hashlib.sha256(Path(source).read_bytes()).hexdigest()[:12]
 
 

@@ -1,4 +1,4 @@
-"""The contract that a trainer, a worker and a handler share. A trainer imports this package and nothing else of ours."""
+"""The contract that a trainer, a worker and a handler share. A trainer imports this package alone."""
 
 from __future__ import annotations
 

@@ -13,19 +13,20 @@ trainer; any of its processes may pop and ack.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import socket
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 from pipeline.config import Config, load
 from pipeline.connection import check, connect, connect_sync
-from pipeline.envelope import Envelope, Task, encode, encode_compressed, rollout_id
-from pipeline.errors import Incomplete, MemoryHigh, TaskError
+from pipeline.envelope import Envelope, Task, check_task, encode, encode_compressed, rollout_id
+from pipeline.errors import Incomplete, MemoryHigh, QueueFull, RedisUnavailable, TaskError
 from pipeline.inspect import attempts_of, counts, depth, fields_of, where, workers
 from pipeline.keeper import Keeper
 from pipeline.queue import Popped, Queue
@@ -67,7 +68,9 @@ class RolloutClient:
         await self.open()
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         await self.close()
 
     async def open(self) -> None:
@@ -94,17 +97,23 @@ class RolloutClient:
     ) -> list[str]:
         """Enqueue each task's `samples`, all or none of a task; returns the rollouts' ids, task by task.
 
-        The same task id enqueued again changes nothing. Higher `priority` goes first. Raises QueueFull or MemoryHigh
-        (after `wait` seconds of trying): the tasks before the refused one are in, the refused one is not.
+        The same task id enqueued again changes nothing. Higher `priority` goes first. Raises TaskError with
+        nothing enqueued, and QueueFull or MemoryHigh (after `wait` seconds of trying): the tasks before the refused one
+        are in, the refused one is not.
         """
         if lane not in self.config.line.lanes:
-            raise TaskError(f"lane {lane!r} is unknown (known: {', '.join(self.config.line.lanes)}); line.lanes names them")
+            raise TaskError(
+                f"lane {lane!r} is unknown (known: {', '.join(self.config.line.lanes)}); line.lanes names them"
+            )
         if samples < 1:
             raise TaskError(f"samples is {samples}: a group has at least 1 sample")
         if not -1_000_000 <= priority <= 1_000_000:
             raise TaskError(f"priority is {priority}: it must lie within -1000000 and 1000000")
+        wanted = list(tasks)
+        for task in wanted:
+            check_task(task)
         ids: list[str] = []
-        for task in tasks:
+        for task in wanted:
             ids.extend(await self._enqueue(task, samples, priority, lane, wait))
         return ids
 
@@ -117,11 +126,13 @@ class RolloutClient:
             try:
                 if await self.queue.memory_high():
                     high = self.config.memory.high
-                    raise MemoryHigh(f"Redis is above memory.high = {high:g} of its maxmemory: task {group} was not enqueued")
+                    raise MemoryHigh(
+                        f"Redis is above memory.high = {high:g} of its maxmemory: task {group} was not enqueued"
+                    )
                 await self._write(group, task, about, range(samples))
                 break
-            except (MemoryHigh, Exception) as error:
-                if not getattr(error, "kind", "") in ("memory", "full") or time.monotonic() > until:
+            except (MemoryHigh, QueueFull):
+                if time.monotonic() > until:
                     raise
             await asyncio.sleep(0.2)
         self._tasks[group] = (task, about)
@@ -131,15 +142,23 @@ class RolloutClient:
     async def _write(self, group: str, task: Task, about: dict[str, Any], samples: Iterable[int]) -> int:
         envelopes = [
             Envelope(
-                id=rollout_id(group, sample), group=group, handler=task.handler, sample=sample, samples=about["samples"],
-                lane=about["lane"], priority=about["priority"], policy=task.policy, enqueued=about["enqueued"],
-                deadline=task.deadline, retry_of=about.get("retry_of"),
+                id=rollout_id(group, sample),
+                group=group,
+                handler=task.handler,
+                sample=sample,
+                samples=about["samples"],
+                lane=about["lane"],
+                priority=about["priority"],
+                policy=task.policy,
+                enqueued=about["enqueued"],
+                deadline=task.deadline,
             )
             for sample in samples
-        ]  # fmt: skip
+        ]
         return await self.queue.enqueue(
             group, encode_compressed(task), [(item.id, encode(item)) for item in envelopes], lane=about["lane"],
-            priority=about["priority"], samples=about["samples"], queue_ttl=self.config.limits.queue_ttl, deadline=task.deadline,
+            priority=about["priority"], samples=about["samples"], queue_ttl=self.config.limits.queue_ttl,
+            deadline=task.deadline,
         )  # fmt: skip
 
     # -- out ---------------------------------------------------------------------------------------------------------
@@ -147,20 +166,23 @@ class RolloutClient:
     async def pop(self, n: int, timeout: float | None = None, lane: str = "train") -> Batch:
         """Lease n finished rollouts of a lane, oldest group first, whatever their outcome.
 
-        Raises Incomplete after `timeout` seconds, or at once when less than n can ever come (nothing is in flight): it
-        says n of m, each missing id and why, and holds what came in `.batch`.
+        Raises Incomplete after `timeout` seconds: it says n of m, each missing id and why, and holds what came in
+        `.batch`. A pop that is cancelled, or that fails otherwise, gives back what it held.
         """
-        async with self._popping:
-            batch = Batch((), ())
-            nonce = uuid.uuid4().hex
-            async for _ in self._ticks(timeout, lane):
-                leases = await self.queue.pop(lane, n - len(batch), self.name, self.config.lease.done_seconds, nonce)
-                nonce = uuid.uuid4().hex
-                if leases:
-                    batch = batch + await self._read(leases)
-                if len(batch) >= n:
-                    return batch
-            raise await self._incomplete(batch, n, len(batch), "rollouts", lane, timeout)
+        batch = Batch((), ())
+        async with self._popping, contextlib.AsyncExitStack() as undo:
+            undo.push_async_callback(lambda: self._give_back(batch))
+            async with contextlib.aclosing(self._ticks(timeout, lane)) as ticks:
+                async for _ in ticks:
+                    leases = await self.queue.pop(lane, n - len(batch), self.name, self.config.lease.done_seconds)
+                    if leases:
+                        batch = batch + await self._read(leases)
+                    if len(batch) >= n:
+                        undo.pop_all()
+                        return batch
+            incomplete = await self._incomplete(batch, n, len(batch), "rollouts", lane, timeout)
+            undo.pop_all()
+            raise incomplete
 
     async def pop_groups(self, n: int, timeout: float | None = None, lane: str = "train") -> list[Group]:
         """Lease n whole groups of a lane, oldest first. Raises Incomplete as `pop` does; `.batch` is a list of groups.
@@ -168,15 +190,20 @@ class RolloutClient:
         A lane is popped by rollouts or by groups, not by both: of a group whose members were popped singly only the
         rest comes.
         """
-        async with self._popping:
-            groups: list[Group] = []
-            async for _ in self._ticks(timeout, lane):
-                found = await self.queue.pop_groups(lane, n - len(groups), self.name, self.config.lease.done_seconds)
-                for group, leases in found:
-                    groups.append(Group(group, (await self._read(leases)).rollouts))
-                if len(groups) >= n:
-                    return groups
-            raise await self._incomplete(groups, n, len(groups), "groups", lane, timeout)
+        groups: list[Group] = []
+        async with self._popping, contextlib.AsyncExitStack() as undo:
+            undo.push_async_callback(lambda: self._give_back(groups))
+            async with contextlib.aclosing(self._ticks(timeout, lane)) as ticks:
+                async for _ in ticks:
+                    lease = self.config.lease.done_seconds
+                    for group, leases in await self.queue.pop_groups(lane, n - len(groups), self.name, lease):
+                        groups.append(Group(group, (await self._read(leases)).rollouts))
+                    if len(groups) >= n:
+                        undo.pop_all()
+                        return groups
+            incomplete = await self._incomplete(groups, n, len(groups), "groups", lane, timeout)
+            undo.pop_all()
+            raise incomplete
 
     async def ack(self, popped: Batch | Group | Iterable[Group | Rollout] | Rollout) -> None:
         """The trainer is done with these: the line forgets them. Safe twice.
@@ -189,19 +216,33 @@ class RolloutClient:
             page = leases[at : at + PAGE]
             for lease, reply in zip(page, await self.queue.take(page), strict=True):
                 if reply == "STALE":
-                    log.warning("rollout %s was acked after its lease had run out: it may be popped a second time", lease.id)
+                    log.warning(
+                        "rollout %s was acked after its lease had run out: it may be popped a second time", lease.id
+                    )
         if self._keeper:
             self._keeper.forget(ids)
         for id in ids:
             self._forget(id)
 
+    async def _give_back(self, popped: Any) -> None:
+        """Nobody will ever see these: let another pop have them. What can't be given back now returns by itself."""
+        if self._keeper is None:
+            return
+        ids = list(_ids(popped))
+        leases = self._keeper.leases(ids)
+        self._keeper.forget(ids)
+        with contextlib.suppress(RedisUnavailable):
+            await self.queue.hand_back(leases)
+
     def _forget(self, id: str) -> None:
         self._outstanding.pop(id, None)
         group = id.rpartition(".")[0]
-        if group in self._tasks and not any(rollout_id(group, k) in self._outstanding for k in range(self._tasks[group][1]["samples"])):
+        if group in self._tasks and not any(
+            rollout_id(group, k) in self._outstanding for k in range(self._tasks[group][1]["samples"])
+        ):
             del self._tasks[group]
 
-    async def _ticks(self, timeout: float | None, lane: str) -> Any:
+    async def _ticks(self, timeout: float | None, lane: str) -> AsyncGenerator[None, None]:
         """Turns of a pop: at once, then with each ring, until `timeout`. Lost rollouts are enqueued again meanwhile."""
         until = time.monotonic() + timeout if timeout is not None else None
         asked = time.monotonic()
@@ -216,7 +257,7 @@ class RolloutClient:
                     asked = time.monotonic()
                     await self.restore()
                 key = self.queue.key("bell", "done", lane)
-                await self.queue.outlast(lambda key=key, left=left: bell.blpop([key], timeout=min(1.0, max(0.01, left))))
+                await self.queue.wait_for_bell(bell, key, min(1.0, max(0.01, left)))
         finally:
             await bell.aclose()
 
@@ -225,7 +266,12 @@ class RolloutClient:
         if self._keeper is None:
             raise RuntimeError("this client is not open: use `async with RolloutClient()` or call `open()` first")
         self._keeper.hold(leases)
-        return Batch(tuple(await asyncio.gather(*(self._read_one(lease) for lease in leases))), tuple(leases))
+        try:
+            rollouts = await asyncio.gather(*(self._read_one(lease) for lease in leases))
+        except BaseException:
+            self._keeper.forget(lease.id for lease in leases)  # unread, they return by themselves
+            raise
+        return Batch(tuple(rollouts), tuple(leases))
 
     async def _read_one(self, lease: Popped) -> Rollout:
         fields, attempts = await asyncio.gather(fields_of(self.queue, lease.id), attempts_of(self.queue, lease.id))
@@ -233,7 +279,9 @@ class RolloutClient:
         payload = await self.queue.read_payload(lease.id, token) if token else None
         return read(lease, fields, attempts, payload)
 
-    async def _incomplete(self, batch: Any, wanted: int, got: int, what: str, lane: str, timeout: float | None) -> Incomplete:
+    async def _incomplete(
+        self, batch: Any, wanted: int, got: int, what: str, lane: str, timeout: float | None
+    ) -> Incomplete:
         popped = set(_ids(batch))
         ids = [id for id, of in self._outstanding.items() if of == lane and id not in popped]
         found = await where(self.queue, ids[:PAGE]) if ids else {}
@@ -259,7 +307,8 @@ class RolloutClient:
     async def restore(self) -> int:
         """Enqueue again what this client waits for and the server has no record of (it came back empty); how many."""
         restored = 0
-        ids = list(self._outstanding)
+        popped = self._keeper.ids() if self._keeper else set()
+        ids = [id for id in self._outstanding if id not in popped]  # what the trainer has is not wanted once more
         for at in range(0, len(ids), PAGE):
             page = ids[at : at + PAGE]
             known = await asyncio.gather(
@@ -274,11 +323,13 @@ class RolloutClient:
                 task, about = self._tasks[group]
                 restored += await self._write(group, task, about, samples)
         if restored:
-            log.warning("%d rollouts were unknown to the server (it came back without them) and are enqueued again", restored)
+            log.warning(
+                "%d rollouts were unknown to the server (it came back without them) and are enqueued again", restored
+            )
         return restored
 
     async def cancel(self, ids: Iterable[str], why: str = "cancelled by the trainer") -> dict[str, str]:
-        """Cancel rollouts: REMOVED, ASKED (its worker was told), DONE (too late) or NONE for each; each still ends in a record."""
+        """Cancel: REMOVED, ASKED (its worker was told), DONE (too late) or NONE; each still ends in a record."""
         wanted = list(ids)
         return dict(zip(wanted, await self.queue.cancel(wanted, why), strict=True))
 

@@ -145,6 +145,7 @@ class SandboxConfig(Section):
     driver: Annotated[str, Field(pattern="^local$")] = "local"
     root: str = ""
     command_timeout: Period = 120.0
+    sweep: Period = 30.0
 
 
 class PayloadConfig(Section):

@@ -25,8 +25,9 @@ from pipeline.config import Config
 from pipeline.errors import ConfigError, RedisUnavailable
 
 OLDEST = (6, 2)
-# The longest time that one blocking command may ask for (seconds); a blocking client waits this much longer.
-BLOCK_SECONDS = 30.0
+# The longest time that one blocking command may ask for (seconds); a blocking client waits this much longer, and no
+# more: a heartbeat whose reply is lost must be repeated well within its lease.
+BLOCK_SECONDS = 2.0
 # Connections of one client. More callers wait for a free one: a thousand commits at once are no thousand sockets.
 CONNECTIONS = 32
 _AUTHENTICATION = (

@@ -7,12 +7,13 @@ Frozen dataclasses that travel as msgpack maps; unknown fields survive a round t
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any, TypeVar
 
 from pipeline import wire
-from pipeline.errors import EnvelopeError
+from pipeline.errors import EnvelopeError, TaskError
 from pipeline.trajectory import Trajectory
 
 SCHEMA = 1
@@ -40,9 +41,10 @@ Message = TypeVar("Message", bound="Task | Envelope | Payload")
 class Task:
     """What the trainer asks for; shared by all samples of its group.
 
-    `handler`: name or "module:Class". `data`: the instance, checked by the handler's own model. `sampling`: overrides of
-    the policy's settings (temperature, top_p, max_tokens, seed …). `limits`: overrides in seconds or counts (run, eval,
-    init, total, max_turns). `policy`: which policy plays. `deadline`: Unix time (seconds) after which nobody wants it.
+    `handler`: name or "module:Class". `data`: the instance, checked by the handler's own model. `sampling`: overrides
+    of the policy's settings (temperature, top_p, max_tokens, seed …). `limits`: overrides in seconds or counts
+    (init, run, eval, total, max_turns). `policy`: which policy plays. `deadline`: Unix time (seconds) after which
+    nobody wants it.
     `id` names the group; the same id enqueued twice is one group.
     """
 
@@ -98,7 +100,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "samples": (int,), "priority": (int,), "enqueued": (int, float), "data": (dict,), "sampling": (dict,),
     "limits": (dict,), "state": (dict,),
     "deadline": (int, float, type(None)), "sandbox": (dict, type(None)), "retry_of": (str, type(None)),
-    "truncated": (str, type(None)),
+    "truncated": (str, type(None)), "trajectory": (dict, type(None)),
 }  # fmt: skip
 
 
@@ -150,6 +152,23 @@ def encode_compressed(message: Task | Envelope | Payload, level: int = 1) -> byt
 def decode_compressed(cls: type[Message], data: bytes) -> Message:
     """Raises EnvelopeError for bytes that `encode_compressed` did not make."""
     return from_map(cls, wire.expand(data), data)
+
+
+def check_task(task: Task) -> None:
+    """Raise TaskError unless a worker can decode this task: types, limits, an id that can stand in a key."""
+    try:
+        from_map(Task, wire.unpack(encode(task)))
+    except EnvelopeError as error:
+        raise TaskError(str(error)) from None
+    for name, value in task.limits.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+            raise TaskError(
+                f"Task.limits[{name!r}] is {value!r:.80}, wanted a number of seconds (or a count), 0 or more"
+            )
+    if task.id is not None and (not 0 < len(task.id) <= 200 or not task.id.isprintable()):
+        raise TaskError(f"Task.id is {task.id!r:.80}, wanted 1 to 200 printable characters, or None")
+    if task.deadline is not None and not math.isfinite(task.deadline):
+        raise TaskError(f"Task.deadline is {task.deadline}, wanted Unix time in seconds, or None")
 
 
 def rollout_id(group: str, sample: int) -> str:

@@ -202,5 +202,6 @@ def by_kind(kind: str, message: str) -> LineError | None:
     for branch in (Retryable, Fatal):
         for cls in (branch, *branch.__subclasses__()):
             if cls.kind == kind:
-                return cls(message)
+                error: LineError = cls(message)
+                return error
     return None

@@ -1,4 +1,4 @@
-"""Reading the line, changing nothing: depths, pages, where one rollout is and why it waits, workers, the audit's counts."""
+"""Reading the line, changing nothing: depths, pages, where a rollout is and why it waits, workers, counts."""
 
 from __future__ import annotations
 
@@ -81,7 +81,9 @@ def _set_of(queue: Queue, stage: str, state: str, lane: str) -> str:
     return queue.key({"leased": "lease", "delayed": "delayed", "dead": "dead"}[state], stage)
 
 
-async def page(queue: Queue, stage: str, state: str, lane: str = "train", start: int = 0, count: int = 50) -> list[dict[str, Any]]:
+async def page(
+    queue: Queue, stage: str, state: str, lane: str = "train", start: int = 0, count: int = 50
+) -> list[dict[str, Any]]:
     """`count` rollouts of a set by range: two round trips, whatever the set's length."""
     ids = await queue.execute("ZRANGE", _set_of(queue, stage, state, lane), start, start + count - 1)
     kind = "letter" if state == "dead" else "r"
@@ -93,7 +95,14 @@ async def page(queue: Queue, stage: str, state: str, lane: str = "train", start:
         values = dict(zip(names, (item.decode("utf-8", "replace") if item else "" for item in row), strict=True))
         since = int(values.pop("since") or 0) / 1000
         attempts = values.pop(f"attempts:{stage}")
-        out.append({"id": id.decode(), **values, "attempts": attempts, "seconds": round(max(0.0, clock - since), 1) if since else None})
+        out.append(
+            {
+                "id": id.decode(),
+                **values,
+                "attempts": attempts,
+                "seconds": round(max(0.0, clock - since), 1) if since else None,
+            }
+        )
     return out
 
 
@@ -146,7 +155,9 @@ async def where(queue: Queue, ids: list[str]) -> dict[str, Where]:
             continue
         values = {name: item.decode("utf-8", "replace") if item else "" for name, item in zip(names, row, strict=True)}
         age = max(0.0, clock - int(values["since"] or 0) / 1000)
-        out[id] = Where(id=id, stage=values["stage"], state=values["state"], why=_why(values, age, alive), fields=values)
+        out[id] = Where(
+            id=id, stage=values["stage"], state=values["state"], why=_why(values, age, alive), fields=values
+        )
     return out
 
 
@@ -155,7 +166,9 @@ def _why(values: dict[str, str], age: float, alive: list[dict[str, Any]]) -> str
     serving = [worker for worker in alive if worker["stage"] == stage]
     if stage == "done":
         ended = values["outcome"] + (f" ({values['kind']}: {values['why']})" if values["kind"] else "")
-        return f"{ended}; " + (f"popped by {values['owner']}" if state == "leased" else f"waits to be popped for {age:.0f} s")
+        return f"{ended}; " + (
+            f"popped by {values['owner']}" if state == "leased" else f"waits to be popped for {age:.0f} s"
+        )
     if state == "leased":
         holder = next((worker for worker in alive if worker["worker"] == values["owner"]), None)
         paused = f"; working time stands still: {holder['paused']}" if holder and holder.get("paused") else ""

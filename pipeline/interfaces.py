@@ -114,8 +114,8 @@ class Context:
     """What an attempt gives a handler.
 
     `task` is the handler's `Task` model (or the plain dict). `state` is the handler's own small map, handed from stage
-    to stage (msgpack types only). `deadline` is the monotonic time at which the stage's limit ends. `trajectory` grows in
-    `run` and is complete in `eval`. `sandbox` is None unless the handler asked for one.
+    to stage (msgpack types only). `deadline` is the stage's limit in seconds of work. `trajectory` grows
+    in `run` and is complete in `eval`. `sandbox` is None unless the handler asked for one.
     """
 
     id: str

@@ -7,10 +7,10 @@ import threading
 from collections.abc import Iterable
 
 import redis
-from redis.exceptions import NoScriptError, RedisError
+from redis.exceptions import RedisError
 
 from pipeline.queue import Popped, Queue
-from pipeline.scripts import script_call, text
+from pipeline.scripts import run_script
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +35,11 @@ class Keeper(threading.Thread):
     def leases(self, ids: Iterable[str]) -> list[Popped]:
         with self._lock:
             return [self._held[id] for id in ids if id in self._held]
+
+    def ids(self) -> set[str]:
+        """All that is held now."""
+        with self._lock:
+            return set(self._held)
 
     def forget(self, ids: Iterable[str]) -> None:
         with self._lock:
@@ -63,9 +68,4 @@ class Keeper(threading.Thread):
         triples = [("done", lease.id, lease.token) for lease in held]
         arguments = list(self._queue.beat_arguments(self._consumer, None, triples))
         arguments[1] = int(self._lease * 1000)
-        command = script_call("beat", self._queue.prefix, tuple(arguments))
-        try:
-            self._client.execute_command(*command)
-        except NoScriptError:
-            self._client.script_load(text("beat"))
-            self._client.execute_command(*command)
+        run_script(self._client, "beat", self._queue.prefix, tuple(arguments))

@@ -5,12 +5,13 @@ stated.
 
     schema          string   message format of the line
     seq             counter  order in which groups were enqueued
-    r:ID            hash     one rollout: env group lane order stage state token owner attempts:STAGE losses deaths alone
-                             since entered waited worked restart payload sandbox cancel ttl deadline spent:STAGE;
+    r:ID            hash     one rollout: env group lane order stage state token owner attempts:STAGE losses deaths
+                             alone since entered waited worked restart payload sandbox cancel ttl deadline spent:STAGE;
                              at its end outcome ended result, or kind why at log host exit
     a:ID            list     its attempts, JSON, the last 40
     p:ID:TOKEN      string   payload written by the holder of TOKEN (zstd msgpack); expires until a commit makes it stay
-    t:GROUP         string   the task of a group (zstd msgpack); outlives the last ack by keep.dead_days if a letter needs it
+    t:GROUP         string   the task of a group (zstd msgpack); where a letter needs it, it outlives the last ack by
+                             keep.dead_days
     g:GROUP         hash     samples lane order done left letters
     m:GROUP         set      ids of the group that are not acked
     ready:STAGE:LANE zset    waiting rollouts by order (age of the group, moved by priority); STAGE done: to be popped
@@ -22,7 +23,7 @@ stated.
     died:WORKER     string   how many rollouts it held when its leases ran out; 1 h
     credit:STAGE    hash     lane -> credit of the weighted turn
     claim:W:STAGE   hash     last claim of a worker (nonce, what it got); 1 h
-    bell:STAGE, bell:done:LANE, bell:worker:W   lists   doorbells, 64 rings at most
+    bell:STAGE, bell:done:LANE, bell:worker:W   lists   doorbells, 64 rings at most; a worker's 1 h
     dead:STAGE      zset     dead letters by time (ms); keep.dead_days
     letter:ID       hash     copy of a failed rollout for people; keep.dead_days
     gone:ID         string   tombstone of an acked rollout; keep.gone_hours
@@ -30,8 +31,8 @@ stated.
     counts          hash     enqueued acked live scored failed cancelled committed:STAGE attempt|loss|fatal|back:STAGE
     tick, blind     strings  last tick; until when no lease expires (server ms)
 
-Promise: at-least-once execution, exactly-once commit per (rollout, stage), bounded attempts, refusal instead of dropping.
-Every verb may be sent again with the same arguments: its second answer says what the first one did.
+Promise: at-least-once execution, exactly-once commit per (rollout, stage), bounded attempts, refusal instead of
+dropping. Every verb may be sent again with the same arguments: its second answer says what the first one did.
 """
 
 from __future__ import annotations
@@ -44,12 +45,21 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import redis.asyncio
-from redis.exceptions import ConnectionError as RedisConnectionError, OutOfMemoryError, ResponseError, TimeoutError as RedisTimeout
+from redis.exceptions import (
+    ConnectionError as RedisConnectionError,
+)
+from redis.exceptions import (
+    OutOfMemoryError,
+    ResponseError,
+)
+from redis.exceptions import (
+    TimeoutError as RedisTimeout,
+)
 
 from pipeline.config import Config
 from pipeline.envelope import SCHEMA, WORKING
 from pipeline.errors import ConfigError, MemoryHigh, QueueFull, RedisUnavailable
-from pipeline.scripts import Pipeliner
+from pipeline.scripts import Pipeliner, script_call
 
 T = TypeVar("T")
 
@@ -110,7 +120,7 @@ class Failure:
 
 
 class Queue:
-    """The verbs, on one Redis. Each raises RedisUnavailable when Redis stays away for longer than `patience` seconds."""
+    """The verbs, on one Redis. Each raises RedisUnavailable when Redis stays away for more than `patience` seconds."""
 
     def __init__(self, client: redis.asyncio.Redis, config: Config, *, patience: float = 0.0) -> None:
         self.redis = client
@@ -134,7 +144,9 @@ class Queue:
                 return await call()
             except AWAY as error:
                 if loop.time() + wait > until:
-                    raise RedisUnavailable(f"Redis does not answer: {error}. Is it running? `rollout doctor` looks") from error
+                    raise RedisUnavailable(
+                        f"Redis does not answer: {error}. Is it running? `rollout doctor` looks"
+                    ) from error
             except ResponseError as error:
                 if not str(error).startswith("LOADING") or loop.time() > until:
                     raise
@@ -144,6 +156,14 @@ class Queue:
     async def _verb(self, verb: str, *args: Any) -> Any:
         return await self.outlast(lambda: self.pipe.script(verb, self.prefix, *args))
 
+    async def wait_for_bell(self, client: redis.asyncio.Redis, key: str, timeout: float) -> None:
+        """Block on a doorbell with a client of its own (one that may block). Only a hint: returning proves nothing."""
+
+        async def wait() -> None:
+            await client.execute_command("BLPOP", key, timeout)  # type: ignore[no-untyped-call]
+
+        await self.outlast(wait)
+
     async def execute(self, *command: Any) -> Any:
         """One plain command, repeated while Redis is away: for reads and idempotent writes."""
         return await self.outlast(lambda: self.pipe.execute(*command))
@@ -151,12 +171,16 @@ class Queue:
     # -- the trainer's side ------------------------------------------------------------------------------------------
 
     async def check_schema(self) -> int:
-        """The line's schema number; a fresh line takes this version's. Raises ConfigError when the line is newer or older."""
+        """The line's schema number; a fresh line takes this version's. Raises ConfigError when they differ."""
         await self.execute("SET", self.key("schema"), SCHEMA, "NX")
         found = int(await self.execute("GET", self.key("schema")) or SCHEMA)
         if found != SCHEMA:
-            newer = "upgrade this installation" if found > SCHEMA else "finish the line's work with the older version first"
-            raise ConfigError(f"line {self.config.line.name!r} has schema {found}, this version speaks {SCHEMA}: {newer}")
+            newer = (
+                "upgrade this installation" if found > SCHEMA else "finish the line's work with the older version first"
+            )
+            raise ConfigError(
+                f"line {self.config.line.name!r} has schema {found}, this version speaks {SCHEMA}: {newer}"
+            )
         return found
 
     async def memory(self) -> tuple[int, int]:
@@ -199,7 +223,9 @@ class Queue:
         try:
             status, count = await self._verb("enqueue", *args)
         except OutOfMemoryError as error:
-            raise MemoryHigh(f"Redis is full ({error}); task {group} was not enqueued. Pop what is done, or wait") from error
+            raise MemoryHigh(
+                f"Redis is full ({error}); task {group} was not enqueued. Pop what is done, or wait"
+            ) from error
         if status == b"FULL":
             raise QueueFull(
                 f"the line holds {int(count)} rollouts, at most line.max_length = {self.config.line.max_length}: "
@@ -247,9 +273,28 @@ class Queue:
 
     async def claim(self, stage: str, n: int, worker: str, nonce: str | None = None) -> list[Claim]:
         """Lease up to n rollouts of a stage; lanes by weight, the oldest group first."""
-        lanes = [item for pair in self.config.line.lanes.items() for item in pair]
-        args = (stage, n, self.lease_ms, worker, nonce or uuid.uuid4().hex, self.config.payload.inline_bytes, *lanes)
+        args = self._claim_arguments(stage, n, worker, nonce or uuid.uuid4().hex)
         return [_claim(row) for row in await self._verb("claim", *args)]
+
+    async def claim_at_bell(
+        self, client: redis.asyncio.Redis, seconds: float, stage: str, n: int, worker: str, nonce: str
+    ) -> list[Claim] | None:
+        """Wait at the stage's doorbell and claim, in one trip; `client` may block.
+
+        None when the reply was lost or is an error: `claim` with the same nonce then tells what happened.
+        """
+        pipe = client.pipeline(transaction=False)
+        pipe.execute_command("BLPOP", self.key("bell", stage), seconds)
+        pipe.execute_command(*script_call("claim", self.prefix, self._claim_arguments(stage, n, worker, nonce)))
+        try:
+            _, reply = await pipe.execute(raise_on_error=False)
+        except AWAY:
+            return None
+        return None if isinstance(reply, Exception) else [_claim(row) for row in reply]
+
+    def _claim_arguments(self, stage: str, n: int, worker: str, nonce: str) -> tuple[Any, ...]:
+        lanes = [item for pair in self.config.line.lanes.items() for item in pair]
+        return (stage, n, self.lease_ms, worker, nonce, self.config.payload.inline_bytes, *lanes)
 
     async def write_payload(self, id: str, token: str, data: bytes, life: float) -> None:
         """Write a payload under its token; it expires after `life` seconds unless a commit makes it stay.
@@ -312,7 +357,9 @@ class Queue:
         status, attempts, losses = await self._verb("fail", *args)
         return _text(status), int(attempts), int(losses)
 
-    def beat_arguments(self, worker: str, about: dict[str, Any] | None, held: Iterable[tuple[str, str, str]]) -> tuple[Any, ...]:
+    def beat_arguments(
+        self, worker: str, about: dict[str, Any] | None, held: Iterable[tuple[str, str, str]]
+    ) -> tuple[Any, ...]:
         """Arguments of the beat script, for the heartbeat thread's own connection. `held`: (stage, id, token)."""
         life = int(self.config.limits.outage + max(self.config.limits.run, 60))
         flat = [item for triple in held for item in triple]
@@ -322,7 +369,9 @@ class Queue:
         retry = self.config.retry
         return (self.lease_ms, 500, retry.attempts, retry.losses, self.dead_seconds)
 
-    async def beat(self, worker: str, about: dict[str, Any] | None, held: Sequence[tuple[str, str, str]]) -> list[str | int]:
+    async def beat(
+        self, worker: str, about: dict[str, Any] | None, held: Sequence[tuple[str, str, str]]
+    ) -> list[str | int]:
         """Renew leases: 1 held, 0 lost, or the reason of a cancel, for each (stage, id, token)."""
         return read_beat(await self._verb("beat", *self.beat_arguments(worker, about, held)))
 

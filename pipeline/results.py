@@ -31,9 +31,9 @@ class Failed:
 class Rollout:
     """One finished rollout. `reward` is None unless `outcome` is "scored": a failure is never a reward.
 
-    `parts`: named parts of the reward. `truncated`: "context", "turns", "length" or None. `state`: the handler's own map.
-    `seconds`: enqueued to ended. `worked`: seconds of work over all attempts. `losses`: times it was given out again
-    without its own fault.
+    `parts`: named parts of the reward. `truncated`: "context", "turns", "length" or None. `state`: the handler's own
+    map. `seconds`: enqueued to ended. `worked`: seconds of work over all attempts. `losses`: times it was given out
+    again without its own fault.
     """
 
     id: str
@@ -110,21 +110,36 @@ def read(popped: Popped, fields: dict[str, bytes], attempts: list[dict[str, Any]
     failure = None
     if text("kind"):
         failure = Failed(
-            kind=text("kind"), stage=text("at"), why=text("why"), log=text("log"), host=text("host"), exit_code=text("exit")
+            kind=text("kind"),
+            stage=text("at"),
+            why=text("why"),
+            log=text("log"),
+            host=text("host"),
+            exit_code=text("exit"),
         )
     try:
         envelope = decode(Envelope, fields.get("env", b""))
+        if payload is None and fields.get("payload"):
+            raise EnvelopeError(f"the payload that {text('payload')} committed is not there")
         content = decode_compressed(Payload, payload) if payload else Payload()
         result = wire.unpack(fields["result"]) if outcome == "scored" else {}
     except (EnvelopeError, KeyError) as error:
         failure = failure or Failed(kind="envelope", stage="done", why=f"its record does not decode: {error}")
         group = text("group")
         return Rollout(
-            id=popped.id, group=group, sample=-1, samples=-1, lane=text("lane"), outcome="failed", failure=failure, **about
+            id=popped.id,
+            group=group,
+            sample=-1,
+            samples=-1,
+            lane=text("lane"),
+            outcome="failed",
+            failure=failure,
+            **about,
         )
     return Rollout(
         id=popped.id, group=envelope.group, sample=envelope.sample, samples=envelope.samples, lane=envelope.lane,
-        outcome=outcome, reward=result.get("reward"), parts=result.get("parts", {}), evidence=result.get("evidence", {}),
+        outcome=outcome, reward=result.get("reward"), parts=result.get("parts", {}),
+        evidence=result.get("evidence", {}),
         truncated=content.truncated, failure=failure, trajectory=content.trajectory, state=content.state,
         handler=envelope.handler, retry_of=envelope.retry_of, **about,
     )  # fmt: skip

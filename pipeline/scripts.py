@@ -12,6 +12,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
+import redis
 import redis.asyncio
 from redis.exceptions import NoScriptError, RedisError
 
@@ -34,10 +35,20 @@ def script_call(verb: str, prefix: str, args: tuple[Any, ...]) -> Command:
     return ("EVALSHA", sha(verb), 1, prefix, *args)
 
 
+def run_script(client: redis.Redis, verb: str, prefix: str, args: tuple[Any, ...]) -> Any:
+    """The reply of a verb's script on a plain client, for the threads that have one of their own."""
+    command = script_call(verb, prefix, args)
+    try:
+        return client.execute_command(*command)  # type: ignore[no-untyped-call]
+    except NoScriptError:
+        client.script_load(text(verb))
+        return client.execute_command(*command)  # type: ignore[no-untyped-call]
+
+
 class Pipeliner:
     """Sends commands to Redis; those issued in the same turn of the event loop share one round trip.
 
-    One round trip is in flight per lane of this class; while it is, further commands gather for the next one. A fault
+    One round trip is in flight at a time; while it is, further commands gather for the next one. A fault
     of one command (OOM, NOSCRIPT) is that command's alone; a lost connection is every waiting command's.
     """
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterable, Iterator, Sequence as SequenceOf
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 
@@ -100,7 +101,9 @@ class Sequence:
         self._check_versions(sampled)
         for name, values in self.per_token.items():
             if len(values.values) != size * values.width:
-                raise TrajectoryError(f"{name} has {len(values.values)} values for {size} tokens of shape {values.shape}")
+                raise TrajectoryError(
+                    f"{name} has {len(values.values)} values for {size} tokens of shape {values.shape}"
+                )
 
     def _sampled_by_turns(self, size: int) -> npt.NDArray[np.bool_]:
         sampled = np.zeros(size, dtype=bool)
@@ -125,7 +128,9 @@ class Sequence:
             covered[run.start : run.end] = True
             at = run.end
         if not np.array_equal(covered, sampled):
-            raise TrajectoryError(f"token {_first(covered != sampled)}: version runs must cover the sampled tokens exactly")
+            raise TrajectoryError(
+                f"token {_first(covered != sampled)}: version runs must cover the sampled tokens exactly"
+            )
 
     def to_wire(self) -> dict[str, Any]:
         return {
@@ -142,6 +147,8 @@ class Sequence:
     def from_wire(cls, wire: Any) -> Sequence:
         """The checked sequence of `to_wire`'s map. Raises EnvelopeError (TrajectoryError for broken invariants)."""
         known = {item.name for item in fields(cls)} - {"extra"}
+        if not isinstance(wire, dict):
+            raise TrajectoryError(f"this is no sequence: a {type(wire).__name__}")
         try:
             sequence = cls(
                 token_ids=_array(wire["token_ids"], np.uint32),
@@ -262,9 +269,10 @@ class TrajectoryBuilder:
             raise TrajectoryError(f"the policy sent {len(ids)} ids and {len(logprobs)} logprobs for one action")
         if prompt_ids is not None and not _same(self.ids, prompt_ids):
             raise TrajectoryError(f"the prompt of {len(prompt_ids)} ids is not the sequence's {len(self.ids)} ids")
-        bad = next((at for at, value in enumerate(logprobs) if not math.isfinite(value)), None)
-        if bad is not None:
-            raise TrajectoryError(f"logprob {bad} of {len(logprobs)} is {logprobs[bad]}, not a finite number")
+        finite = np.isfinite(np.asarray(logprobs, dtype=np.float32))
+        if not bool(finite.all()):
+            bad = _first(~finite)
+            raise TrajectoryError(f"logprob {bad} of {len(logprobs)} is {logprobs[bad]}, no finite float32")
         at, runs = 0, []
         for version, start, end in versions:
             if start != at or end <= start:
@@ -277,7 +285,7 @@ class TrajectoryBuilder:
         self._versions.extend(runs)
 
     def _unsampled(self, kind: TurnKind, ids: SequenceOf[int], about: dict[str, Any]) -> None:
-        self._add(kind, ids, 0, [0.0] * len(ids), about)
+        self._add(kind, ids, 0, array("f", bytes(4 * len(ids))), about)
 
     def _add(
         self, kind: TurnKind, ids: SequenceOf[int], mask: int, logprobs: SequenceOf[float], about: dict[str, Any]
@@ -323,7 +331,7 @@ def _merged(runs: Iterable[VersionRun]) -> Iterator[VersionRun]:
 
 
 def _same(ids: array[int], other: SequenceOf[int]) -> bool:
-    return len(ids) == len(other) and all(a == b for a, b in zip(ids, other, strict=True))
+    return ids is other or (len(ids) == len(other) and ids == array("I", other))
 
 
 def _first(where: npt.NDArray[np.bool_]) -> int:
@@ -356,8 +364,19 @@ def _turn_to_wire(turn: Turn) -> dict[str, Any]:
     return {**turn.extra, **{name: value for name, value in named.items() if value != _TURN_DEFAULTS[name]}}
 
 
+_TURN_TYPES: dict[str, tuple[type, ...]] = {
+    "kind": (str,), "finish_reason": (str, type(None)), "started": (int, float), "seconds": (int, float),
+    "sampling": (dict, type(None)), "reward": (int, float, type(None)),
+}  # fmt: skip
+
+
 def _turn_from_wire(wire: Any) -> Turn:
+    if not isinstance(wire, dict):
+        raise TypeError(f"a turn is a {type(wire).__name__}")
     named = {name: wire[name] for name in _TURN_FIELDS if name in wire}
     for name in ("start", "end"):
         _integer(named[name])
+    for name, types in _TURN_TYPES.items():
+        if name in named and not isinstance(named[name], types):
+            raise TypeError(f"a turn's {name} is {named[name]!r:.80}")
     return Turn(**named, extra={key: value for key, value in wire.items() if key not in _TURN_FIELDS})

@@ -33,7 +33,7 @@ _DTYPES: dict[int, np.dtype[Any]] = {
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
 MAX_BYTES = 512 * 1024 * 1024
-"""A payload above this (bytes, unpacked) is refused: Redis allows no larger string, and it guards against zstd bombs."""
+"""A payload above this (bytes, unpacked) is refused: Redis takes no larger string, and it stops zstd bombs."""
 
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 
@@ -45,11 +45,15 @@ def _encode_array(value: Any) -> msgpack.ExtType:
         if code is None:
             raise EnvelopeError(f"an array of dtype {value.dtype} can't travel (known: {sorted(map(str, _CODES))})")
         if value.ndim != 1:
-            raise EnvelopeError(f"an array of shape {value.shape} can't travel: flatten it and send the shape beside it")
+            raise EnvelopeError(
+                f"an array of shape {value.shape} can't travel: flatten it and send the shape beside it"
+            )
         return msgpack.ExtType(code, np.ascontiguousarray(value, dtype=dtype).tobytes())
     if isinstance(value, np.generic):
         return value.item()
-    raise EnvelopeError(f"a {type(value).__name__} can't travel: {str(value)[:80]!r} (send maps, lists, text, numbers, arrays)")
+    raise EnvelopeError(
+        f"a {type(value).__name__} can't travel: {str(value)[:80]!r} (send maps, lists, text, numbers, arrays)"
+    )
 
 
 def _decode_array(code: int, data: bytes) -> Array:
@@ -81,7 +85,9 @@ def unpack(data: bytes) -> Any:
     except EnvelopeError as error:
         raise EnvelopeError(str(error), raw=data) from error
     except Exception as error:  # msgpack raises a handful of unrelated types for corrupt bytes; all mean the same here
-        raise EnvelopeError(f"{len(data)} bytes are no msgpack of ours: {type(error).__name__} {error}", raw=data) from error
+        raise EnvelopeError(
+            f"{len(data)} bytes are no msgpack of ours: {type(error).__name__} {error}", raw=data
+        ) from error
 
 
 def compress(value: Any, level: int = 1) -> bytes:

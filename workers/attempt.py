@@ -10,7 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline import wire
 from pipeline.envelope import NEXT, Envelope, Payload, Stage, Task, decode, decode_compressed, encode, encode_compressed
-from pipeline.errors import Cancelled, EnvelopeError, Fatal, LimitExceeded, LineError, OutOfTime, SandboxGone, Stale, WorkerLost
+from pipeline.errors import (
+    Cancelled,
+    EnvelopeError,
+    Fatal,
+    LimitExceeded,
+    LineError,
+    OutOfTime,
+    SandboxGone,
+    Stale,
+    TaskError,
+    WorkerLost,
+)
 from pipeline.log import AttemptLog
 from pipeline.queue import Claim, Failure
 from workers.children import ChildDied, Children
@@ -32,11 +43,14 @@ class Attempt:
         self.stage = worker.stage
         self.config = worker.config
         self.started = time.time()
-        self.log = AttemptLog(logger, rollout=claim.id, stage=worker.stage.value, attempt=claim.attempt, worker=worker.name)
+        self.log = AttemptLog(
+            logger, rollout=claim.id, stage=worker.stage.value, attempt=claim.attempt, worker=worker.name
+        )
         self.clock = WorkingClock(getattr(self.config.limits, worker.stage.value), worker.upkeep.away)
         self.job: Job | None = None
+        self._ended = False
         self._why: LineError | None = None
-        self._stop: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._stop: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
     # -- from outside ------------------------------------------------------------------------------------------------
 
@@ -54,18 +68,28 @@ class Attempt:
             self.stop(Cancelled(str(reply)))
 
     def overdue(self) -> bool:
-        """The limit is long over and the work still has not ended (a blocked event loop): its lease is not renewed."""
-        return self.clock.remaining < -(self.config.limits.swallow + 5.0)
+        """The limit is long over and the work still has not ended (a blocked event loop): its lease is not renewed.
+
+        Work that has ended and waits to be written (Redis away, or full) keeps its lease, however long that takes.
+        """
+        return not self._ended and self.clock.remaining < -(self.config.limits.swallow + 5.0)
 
     # -- work --------------------------------------------------------------------------------------------------------
 
     async def work(self) -> Done:
         """Decode and process. Raises LineError: the limit, a cancel, a lost lease, or what the handler met."""
+        try:
+            return await self._work()
+        finally:
+            self._ended = True
+
+    async def _work(self) -> Done:
         self.job = await self._decode()
         self.clock.limit = self._limit(self.job)
         task = asyncio.create_task(self._process(self.job))
+        either: list[asyncio.Future[Any]] = [task, self._stop]
         while not task.done() and self._why is None:
-            await asyncio.wait({task, self._stop}, timeout=max(self.clock.remaining, 0.001), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(either, timeout=max(self.clock.remaining, 0.001), return_when=asyncio.FIRST_COMPLETED)
             if not task.done() and self.clock.remaining <= 0:
                 self.stop(self._over())
         if task.done() and not task.cancelled():
@@ -82,8 +106,11 @@ class Attempt:
     def _limit(self, job: Job) -> float:
         """Working seconds of this stage: the task's own, else the config's; never more than is left of the total."""
         limits = job.task.limits
-        stage = float(limits.get(self.stage.value, getattr(self.config.limits, self.stage.value)))
-        total = float(limits.get("total", self.config.limits.total))
+        try:
+            stage = float(limits.get(self.stage.value, getattr(self.config.limits, self.stage.value)))
+            total = float(limits.get("total", self.config.limits.total))
+        except (TypeError, ValueError):
+            raise TaskError(f"the task's limits are {limits}: each must be a number") from None
         return min(stage, max(0.001, total - self.claim.worked)) if total > 0 else stage
 
     def _over(self) -> LineError:
@@ -123,7 +150,7 @@ class Attempt:
         """Write the payload, then finish the stage in one step. Raises Stale when the lease is no longer ours."""
         queue, claim = self.worker.queue, self.claim
         payload, written = None, False
-        if done.payload is not None and (done.payload.state or done.payload.trajectory or done.payload.truncated):
+        if done.payload is not None and (claim.payload_token or done.payload != Payload()):
             payload = encode_compressed(done.payload, self.config.payload.zstd_level)
             if len(payload) > self.config.payload.inline_bytes:
                 await queue.write_payload(claim.id, claim.token, payload, self._life())
@@ -164,8 +191,8 @@ class Attempt:
         )
         say = {
             "READY": "it is given out again now", "DELAYED": f"it is tried again in {failure.delay:g} s",
-            "FAILED": "it ends as failed", "CANCELLED": "it ends as cancelled", "STALE": "but its lease is no longer ours",
-            "AGAIN": "which the line knew already",
+            "FAILED": "it ends as failed", "CANCELLED": "it ends as cancelled",
+            "STALE": "but its lease is no longer ours", "AGAIN": "which the line knew already",
         }[status]  # fmt: skip
         level = logging.ERROR if status == "FAILED" else logging.INFO if status == "CANCELLED" else logging.WARNING
         self.log.log(level, "%s: %s; %s (attempts %d, losses %d)", failure.kind, error, say, attempts, losses)
@@ -173,7 +200,7 @@ class Attempt:
 
     def failure(self, error: LineError) -> Failure:
         """How this error counts."""
-        about = {
+        about: dict[str, Any] = {
             "kind": error.kind, "why": str(error), "log": self.log.tail, "host": self.worker.host,
             "exit_code": str(getattr(error, "exit_code", "")),
         }  # fmt: skip
@@ -194,8 +221,8 @@ class Attempt:
         worker = self.worker
         record: dict[str, Any] = {
             "stage": self.stage.value, "attempt": self.claim.attempt, "worker": worker.name, "host": worker.host,
-            "version": worker.version, "outcome": outcome, "started": round(self.started, 3),
-            "seconds": round(time.time() - self.started, 4), "waited": self.claim.waited,
+            "version": worker.version, "outcome": outcome, "started": round(self.started, 6),
+            "seconds": round(time.time() - self.started, 6), "waited": self.claim.waited,
         }  # fmt: skip
         if self.job is not None:
             record["handler"] = worker.shop.digest(self.job.task.handler)
@@ -211,7 +238,16 @@ class Attempt:
         if done.freed is not None:
             await self.worker.shop.need_driver().discard(done.freed)
 
-    async def clean_up(self) -> None:
-        """An attempt that ended without a result leaves its sandbox to nobody: the next one gets a fresh one."""
-        if self.job is not None and self.stage is Stage.RUN and self.job.envelope.sandbox is not None:
-            await self.worker.shop.need_driver().discard(self.job.envelope.sandbox)
+    async def clean_up(self, status: str, done: Done | None) -> None:
+        """After an attempt whose result was not taken, discard the sandbox that nobody will use again.
+
+        INIT's is its own. RUN's has been touched: the next attempt gets a fresh one. EVAL's waits for the next attempt,
+        unless this one was the last.
+        """
+        reference = self.job.envelope.sandbox if self.job is not None else None
+        if self.stage is Stage.INIT:
+            reference = done.envelope.sandbox if done is not None else None
+        elif self.stage is Stage.EVAL and status not in ("FAILED", "CANCELLED"):
+            reference = None
+        if reference is not None:
+            await self.worker.shop.need_driver().discard(reference)

@@ -1,8 +1,8 @@
 """The child server: a small process that imports once and forks for each call, so that a call can be killed whole.
 
-Started by `workers.children` as `python -m workers.child_server CONTROL_FD PRELOAD...`. Each call is a fork in a session
-of its own; when it ends, or is to be killed, its whole process group is killed before it is reaped, so no signal can
-reach a stranger with a reused pid. The server ends with its worker, however that dies.
+Started by `workers.children` as `python -m workers.child_server CONTROL_FD PRELOAD...`. Each call is a fork in a
+session of its own; when it ends, or is to be killed, its whole process group is killed before it is reaped, so no
+signal can reach a stranger with a reused pid. The server ends with its worker, however that dies.
 
 Control messages (SOCK_SEQPACKET): to us b"S" with two file descriptors (socket of the call, its log) or b"K" + pid;
 from us pid and exit status (struct "ii") when a call has ended.

@@ -1,4 +1,4 @@
-"""Calls into child processes: plain `def` methods, and rollouts that must run alone. A cancelled call is killed whole."""
+"""Calls into child processes: plain `def` methods, and rollouts that must run alone. A cancel kills the call whole."""
 
 from __future__ import annotations
 
@@ -44,7 +44,12 @@ class Children:
 
     async def method(self, job: Job, name: str, log: AttemptLog) -> tuple[Payload, Reward | None]:
         """Run one plain method of the job's handler. Raises what it raised, by kind; ChildDied when it died."""
-        request = {"job": job_to_map(job), "method": name, "path": self._path, "max_turns": self._config.policy.max_turns}
+        request = {
+            "job": job_to_map(job),
+            "method": name,
+            "path": self._path,
+            "max_turns": self._config.policy.max_turns,
+        }
         reply = await self._call(request, log)
         return from_map(Payload, reply["payload"]), reward_from_map(reply["reward"])
 
@@ -76,7 +81,7 @@ class Children:
                 (size,) = struct.unpack("<Q", await reader.readexactly(8))
                 reply = wire.unpack(await reader.readexactly(size))
             except (asyncio.IncompleteReadError, ConnectionError):
-                raise _died(await asyncio.wait_for(ended, 10.0), request["job"]["stage"]) from None
+                raise await _end_of(ended, request["job"]["stage"]) from None
             await asyncio.wait({drain}, timeout=0.2)
         except asyncio.IncompleteReadError as error:
             raise WorkerLost("the child server ended before the call began; this attempt is tried again") from error
@@ -144,8 +149,20 @@ class Children:
 
 
 def _clean() -> dict[str, str]:
-    """The child's environment: nothing of ours that could hold a password."""
-    return {key: value for key, value in os.environ.items() if not key.startswith(("ROLLOUT_", "REDIS"))}
+    """The child's environment: nothing of ours that could hold a password.
+
+    One hash seed for all: a task generator that draws from a set must make the same item from a seed in every process.
+    """
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("ROLLOUT_", "REDIS"))}
+    return {**kept, "PYTHONHASHSEED": "0"}
+
+
+async def _end_of(ended: asyncio.Future[int], stage: str) -> Exception:
+    """Why a call ended without a reply. The child server says so, unless it is gone itself."""
+    try:
+        return _died(await asyncio.wait_for(ended, 10.0), stage)
+    except TimeoutError:
+        return WorkerLost("the child server is gone, and the call with it; this attempt is tried again")
 
 
 def _died(status: int, stage: str) -> Exception:

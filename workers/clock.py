@@ -37,7 +37,7 @@ class WorkingClock:
 
     @property
     def elapsed(self) -> float:
-        """Seconds worked. Redis being away during a pause of the policy is counted off once more at most: in our favour."""
+        """Seconds worked; where Redis is away during a pause of the policy, that time is taken off twice."""
         now = time.monotonic()
         pause = now - self._pause_began if self._pauses else 0.0
         return max(0.0, now - self._began - self._paused - pause - (self._away() - self._away_before))

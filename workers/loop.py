@@ -18,11 +18,12 @@ from pipeline.config import Config
 from pipeline.connection import check, connect, connect_sync
 from pipeline.envelope import Stage
 from pipeline.errors import LineError, RedisUnavailable, Stale, WorkerLost
-from pipeline.queue import Claim, Queue
+from pipeline.queue import Claim, Failure, Queue
 from workers.attempt import Attempt
 from workers.children import Children
 from workers.metrics import Metrics
-from workers.stages import Workshop
+from workers.stages import Done, Workshop
+from workers.sweep import sweep_for_ever
 from workers.upkeep import Held, Upkeep
 from workers.workshop import close, handlers_path, open_workshop
 
@@ -50,7 +51,9 @@ def worker_name(stage: str) -> str:
 class Worker:
     """One process that serves one stage with `slots` rollouts at a time."""
 
-    def __init__(self, config: Config, stage: Stage, slots: int, *, burst: bool = False, metrics: Metrics | None = None) -> None:
+    def __init__(
+        self, config: Config, stage: Stage, slots: int, *, burst: bool = False, metrics: Metrics | None = None
+    ) -> None:
         self.config = config
         self.stage = stage
         self.slots = slots
@@ -66,7 +69,6 @@ class Worker:
         self.upkeep: Upkeep
         self._stopping = asyncio.Event()
         self._slot_free = asyncio.Event()
-        self._nonce = ""
         self._tasks: set[asyncio.Task[None]] = set()
 
     # -- life --------------------------------------------------------------------------------------------------------
@@ -90,6 +92,8 @@ class Worker:
         self._loop = asyncio.get_running_loop()
         self.upkeep.start()
         helpers = [asyncio.create_task(self._pulse()), asyncio.create_task(self._watch_queue())]
+        if self.stage is Stage.INIT and self.shop.driver is not None:
+            helpers.append(asyncio.create_task(sweep_for_ever(self.queue, self.shop.driver, self.config.sandbox.sweep)))
         log.info("worker %s serves %s with %d slots", self.name, self.stage, self.slots)
         try:
             await self._serve()
@@ -98,6 +102,7 @@ class Worker:
             for helper in helpers:
                 helper.cancel()
             self.upkeep.stop()
+            await asyncio.to_thread(self.upkeep.join, 2.0)
             await close(self.shop)
             with contextlib.suppress(OSError):
                 await client.aclose()
@@ -119,15 +124,22 @@ class Worker:
     async def _drain(self) -> None:
         """Wait for what is in work; what has not ended after the grace time is given back as a loss."""
         if self._tasks:
-            await asyncio.wait(self._tasks, timeout=None if self.burst and not self._stopping.is_set() else self.config.limits.grace)
+            await asyncio.wait(
+                self._tasks, timeout=None if self.burst and not self._stopping.is_set() else self.config.limits.grace
+            )
         for attempt in list(self.running.values()):
-            attempt.stop(WorkerLost(f"worker {self.name} was asked to stop and gave it back after {self.config.limits.grace:g} s"))
+            attempt.stop(
+                WorkerLost(
+                    f"worker {self.name} was asked to stop and gave it back after {self.config.limits.grace:g} s"
+                )
+            )
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=self.config.limits.swallow + self.config.redis.socket_timeout + 1)
 
     # -- claiming ----------------------------------------------------------------------------------------------------
 
     async def _serve(self) -> None:
+        idle = False
         while not self._stopping.is_set():
             free = self.slots - len(self.running)
             if free <= 0 or self.upkeep.stalled or (self.stage is Stage.INIT and self.upkeep.memory_high):
@@ -135,46 +147,43 @@ class Worker:
                 await self._wait_for_slot(None if free <= 0 else 0.2)
                 continue
             wanted = min(free, self.config.workers.claim_batch)
-            claims = await self._claim(wanted)
-            for claim in claims:
-                self._begin(claim)
-            if len(claims) == wanted:
-                await asyncio.sleep(0)
-            elif self.burst and not claims and not self.running and await self._is_empty():
-                return
+            claims = await self._claim(wanted, wait=idle)
+            idle = len(claims) < wanted
+            if self._stopping.is_set():
+                await self._give_back(claims)
             else:
-                await self._doorbell()
+                for claim in claims:
+                    self._begin(claim)
+            if self.burst and not claims and not self.running and await self._is_empty():
+                return
+            await asyncio.sleep(0)
 
-    async def _claim(self, wanted: int) -> list[Claim]:
-        """A claim is never cancelled, and repeated with its nonce: a reply that was lost is answered with the same leases."""
-        self._nonce = self._nonce or uuid.uuid4().hex
+    async def _claim(self, wanted: int, *, wait: bool) -> list[Claim]:
+        """Claim, after a wait at the doorbell where the last claim left nothing (a ring, or a second).
+
+        Never cancelled, and repeated with its nonce: where the reply was lost, the same leases come again.
+        """
+        nonce = uuid.uuid4().hex
         try:
-            claims = await asyncio.shield(self.queue.claim(self.stage.value, wanted, self.name, self._nonce))
+            if wait:
+                seconds = 0.05 if self.burst else 1.0
+                claims = await self.queue.claim_at_bell(self._bell, seconds, self.stage.value, wanted, self.name, nonce)
+                if claims is not None:
+                    return claims
+            return await self.queue.claim(self.stage.value, wanted, self.name, nonce)
         except RedisUnavailable:
             log.error("Redis stayed away for limits.outage = %g s: this worker ends", self.config.limits.outage)
             raise
-        self._nonce = ""
-        return claims
+
+    async def _give_back(self, claims: list[Claim]) -> None:
+        """What a claim brought after the signal to stop goes back unbegun; it counts nothing."""
+        failure = Failure(mode="back", kind=WorkerLost.kind, why=f"worker {self.name} was stopping")
+        for claim in claims:
+            await self.queue.fail(self.stage.value, claim.id, claim.token, failure)
 
     async def _wait_for_slot(self, timeout: float | None) -> None:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._slot_free.wait(), timeout)
-
-    async def _doorbell(self) -> None:
-        """Wait until something may be ready: a ring, a second, or the end. A lost ring costs no more than that second."""
-        timeout = 0.05 if self.burst else 1.0
-        ring = asyncio.create_task(self._bell.blpop([self.queue.key("bell", self.stage.value)], timeout=timeout))
-        ending = asyncio.create_task(self._stopping.wait())
-        await asyncio.wait({ring, ending}, return_when=asyncio.FIRST_COMPLETED)
-        ending.cancel()
-        ring.cancel()
-        try:
-            await ring
-        except asyncio.CancelledError:
-            return
-        except Exception as error:  # only a hint is lost; the claim that follows meets the same fault and outlasts it
-            log.debug("the doorbell can't be heard: %s", error)
-            await asyncio.sleep(0.2)
 
     async def _is_empty(self) -> bool:
         keys = [self.queue.key("ready", self.stage.value, lane) for lane in self.config.line.lanes]
@@ -195,6 +204,7 @@ class Worker:
 
     async def _attempt(self, attempt: Attempt) -> None:
         """All outcomes on one screen."""
+        done: Done | None = None
         try:
             try:
                 done = await attempt.work()
@@ -202,13 +212,15 @@ class Worker:
             except Stale as error:
                 status = "STALE"
                 attempt.log.warning("its lease is no longer ours (%s); what was done is dropped", error)
+            except RedisUnavailable:
+                raise
             except LineError as error:
                 status = await attempt.fail(error)
             self._count(status)
-            if status in ("OK", "AGAIN"):
+            if done is not None and status in ("OK", "AGAIN"):
                 await attempt.after_commit(done)
             else:
-                await attempt.clean_up()
+                await attempt.clean_up(status, done)
         except RedisUnavailable as error:
             attempt.log.error("its result could not be written: %s; it will be done again elsewhere", error)
         except Exception:  # nothing may end here unseen: a rollout whose task died would keep its lease for ever
@@ -256,7 +268,8 @@ class Worker:
         """What this worker says of itself with each beat."""
         return {
             "stage": self.stage.value, "host": self.host, "pid": os.getpid(), "slots": self.slots,
-            "running": len(self.running), "version": self.version, "started": self.started, "stopping": self._stopping.is_set(),
+            "running": len(self.running), "version": self.version, "started": self.started,
+            "stopping": self._stopping.is_set(),
             "memory_high": self.upkeep.memory_high, "stalled": self.upkeep.stalled,
             "paused": next((a.clock.why for a in list(self.running.values()) if a.clock.why), ""),
         }  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
 _SECONDS = (0.001, 0.005, 0.02, 0.1, 0.5, 2, 10, 60, 300, 1200, 3600)
-_LAG = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 2, 10, 60)
+_LAG = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.1, 0.5, 2, 10, 60)
 
 
 class Metrics:
@@ -33,7 +33,10 @@ class Metrics:
         self.running = Gauge("rollout_running", "rollouts in work", ["stage"], registry=self.registry).labels(stage)
         self.length = Gauge("rollout_queue_length", "rollouts that wait", ["stage", "lane"], registry=self.registry)
         self.age = Gauge(
-            "rollout_queue_age_seconds", "how long the oldest group's rollout waits", ["stage", "lane"], registry=self.registry
+            "rollout_queue_age_seconds",
+            "how long the oldest group's rollout waits",
+            ["stage", "lane"],
+            registry=self.registry,
         )
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:

@@ -54,6 +54,8 @@ class Driver(Protocol):
 
     async def discard(self, reference: dict[str, Any]) -> None: ...
 
+    async def owned(self) -> list[dict[str, Any]]: ...
+
 
 class Caller(Protocol):
     """Runs a plain `def` method in a child process."""

@@ -16,10 +16,10 @@ from collections.abc import Callable
 from typing import Any
 
 import redis
-from redis.exceptions import NoScriptError, RedisError, ResponseError
+from redis.exceptions import RedisError, ResponseError
 
 from pipeline.queue import AWAY, Queue, read_beat, read_tick
-from pipeline.scripts import script_call, text
+from pipeline.scripts import run_script
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ Held = list[tuple[str, str, str]]
 class Upkeep(threading.Thread):
     """Runs until `stop`. Callbacks are called in this thread: they must only hand over to the event loop.
 
-    `held`: the leases to renew, (stage, id, token). `on_beat`: told, per lease, 1 (held), 0 (lost) or a cancel's reason.
+    `held`: the leases to renew, (stage, id, token). `on_beat`: told per lease: 1 (held), 0 (lost), a cancel's reason.
     `about`: what the worker says of itself. `kill`: called right before the process ends itself (`loop_dead`).
     """
 
@@ -67,24 +67,34 @@ class Upkeep(threading.Thread):
         return self._away_total + (time.monotonic() - since if since is not None else 0.0)
 
     def stop(self) -> None:
+        """End the thread; it strikes the worker off the list. `join` waits for it, a second at most."""
         self._ending.set()
 
     def run(self) -> None:
-        bell = self._queue.key("bell", "worker", self._worker)
         while not self._ending.is_set():
-            self._look_at_loop()
-            try:
-                rung = self._client.blpop([bell], timeout=self._wait())
-                self._once(rung is not None)
-                self._is_back()
-            except AWAY as error:
-                self._is_away(error)
-                self._ending.wait(min(0.5, self._config.lease.tick))
-            except RedisError as error:
-                if not (isinstance(error, ResponseError) and str(error).startswith("LOADING")):
-                    log.exception("upkeep failed and is tried again in a second")
-                self._is_away(error)
-                self._ending.wait(1.0)
+            self._turn()
+        try:
+            self._client.zrem(self._queue.key("beats"), self._worker)
+            self._client.hdel(self._queue.key("workers"), self._worker)
+        except RedisError as error:
+            log.info("the worker can't be struck off the list (%s); it drops off after an hour", error)
+        self._client.close()
+
+    def _turn(self) -> None:
+        """Wait for the doorbell or the next beat or tick, whichever comes first, and do what is due."""
+        self._look_at_loop()
+        try:
+            rung = self._client.blpop([self._queue.key("bell", "worker", self._worker)], timeout=self._wait())
+            self._once(rung is not None)
+            self._is_back()
+        except AWAY as error:
+            self._is_away(error)
+            self._ending.wait(min(0.5, self._config.lease.tick))
+        except RedisError as error:
+            if not str(error).startswith("LOADING"):
+                log.exception("upkeep failed and is tried again in a second")
+            self._is_away(error)
+            self._ending.wait(1.0)
 
     def _wait(self) -> float:
         """Seconds until the next beat or tick is due; the doorbell is waited for that long."""
@@ -99,11 +109,11 @@ class Upkeep(threading.Thread):
             self.beat()
             self._last_beat = now
         if now - self._last_tick >= self._config.lease.tick:
-            ticked = read_tick(self._script("tick", self._queue.tick_arguments()))
+            ticked = read_tick(run_script(self._client, "tick", self._queue.prefix, self._queue.tick_arguments()))
             self._last_tick = now
             if ticked.expired or ticked.failed:
                 log.warning(
-                    "%d leases of silent workers ran out: their rollouts are given out again, %d of them ended as failed",
+                    "%d leases of silent workers ran out: given out again, but for %d that ended as failed",
                     ticked.expired, ticked.failed,
                 )  # fmt: skip
             self._look_at_memory()
@@ -113,15 +123,9 @@ class Upkeep(threading.Thread):
         held = self._held()
         for at in range(0, max(len(held), 1), 500):
             page = held[at : at + 500]
-            reply = self._script("beat", self._queue.beat_arguments(self._worker, self._about(), page))
+            arguments = self._queue.beat_arguments(self._worker, self._about(), page)
+            reply = run_script(self._client, "beat", self._queue.prefix, arguments)
             self._on_beat(page, read_beat(reply))
-
-    def _script(self, verb: str, args: tuple[Any, ...]) -> Any:
-        try:
-            return self._client.execute_command(*script_call(verb, self._queue.prefix, args))
-        except NoScriptError:
-            self._client.script_load(text(verb))
-            return self._client.execute_command(*script_call(verb, self._queue.prefix, args))
 
     def _look_at_memory(self) -> None:
         try:
@@ -131,13 +135,17 @@ class Upkeep(threading.Thread):
         limit = int(info.get("maxmemory", 0))
         high = limit > 0 and int(info["used_memory"]) > self._config.memory.high * limit
         if high and not self.memory_high:
-            log.warning("Redis is above the memory mark (memory.high = %s): INIT claims nothing more", self._config.memory.high)
+            log.warning(
+                "Redis is above the memory mark (memory.high = %s): INIT claims nothing more", self._config.memory.high
+            )
         self.memory_high = high
 
     def _is_away(self, error: Exception) -> None:
         if self._away_since is None:
             self._away_since = time.monotonic()
-            log.warning("Redis does not answer (%s): running rollouts go on, nothing is claimed, writes are repeated", error)
+            log.warning(
+                "Redis does not answer (%s): running rollouts go on, nothing is claimed, writes are repeated", error
+            )
 
     def _is_back(self) -> None:
         if self._away_since is not None:
@@ -157,9 +165,13 @@ class Upkeep(threading.Thread):
         stack = "".join(traceback.format_stack(frame)[-6:]) if frame else "(no stack)"
         if not self._reported:
             self._reported = True
-            log.error("the event loop has not turned for %.0f s; nothing more is claimed; it is held by:\n%s", silent, stack)
+            log.error(
+                "the event loop has not turned for %.0f s; nothing more is claimed; it is held by:\n%s", silent, stack
+            )
         if silent >= limits.loop_dead:
-            log.critical("the event loop has not turned for %.0f s: this process ends, its rollouts are given out again", silent)
+            log.critical(
+                "the event loop has not turned for %.0f s: this process ends, its rollouts are given out again", silent
+            )
             self._kill()
             logging.shutdown()
             os._exit(1)

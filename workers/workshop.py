@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import tempfile
 from pathlib import Path
 
 import handlers
 from pipeline.config import Config
+from pipeline.connection import redacted
 from workers.children import Children
 from workers.stages import Workshop
 
@@ -19,10 +22,11 @@ def handlers_path(config: Config) -> str:
 
 
 def sandbox_root(config: Config) -> Path:
-    """The folder of this user's sandboxes."""
-    import os
-
-    return Path(config.sandbox.root or Path(tempfile.gettempdir()) / f"rollout-sandboxes-{os.getuid()}")
+    """The folder of this line's sandboxes: two lines of one user never sweep each other's."""
+    root = config.path_of(config.sandbox.root) if config.sandbox.root else None
+    root = root or Path(tempfile.gettempdir()) / f"rollout-sandboxes-{os.getuid()}"
+    line = hashlib.sha256(f"{redacted(config.redis.url)} {config.line.name}".encode()).hexdigest()[:8]
+    return root / f"{config.line.name}-{line}"
 
 
 async def open_workshop(config: Config, path: str, *, children: bool = True) -> Workshop:

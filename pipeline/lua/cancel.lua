@@ -11,7 +11,7 @@ for i = 3, #A do
     out[#out + 1] = 'DONE'
   elseif v[2] == 'leased' then
     redis.call('HSET', h, 'cancel', A[1])
-    ring(key('bell', 'worker', v[4]), 'cancel')
+    ring_worker(v[4])
     out[#out + 1] = 'ASKED'
   else
     redis.call('ZREM', key('ready', v[1], v[3]), id)

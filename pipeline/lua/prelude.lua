@@ -16,9 +16,15 @@ local function whole(number) return string.format('%.0f', number) end
 local function unlock() redis.call('ZREM', key('none'), '') end
 
 -- A doorbell is only a hint: a list of at most 64 rings. A lost ring costs a waiter its time-out (1 s).
-local function ring(bell, what)
-  redis.call('RPUSH', bell, what or '1')
+local function ring(bell)
+  redis.call('RPUSH', bell, '1')
   redis.call('LTRIM', bell, -64, -1)
+end
+
+-- A worker's own doorbell goes with it: nobody else would ever empty it.
+local function ring_worker(worker)
+  ring(key('bell', 'worker', worker))
+  redis.call('EXPIRE', key('bell', 'worker', worker), 3600)
 end
 
 local function remember(id, record)
@@ -37,7 +43,11 @@ local function watch(id, h, waiting)
   if due then redis.call('ZADD', key('due'), whole(due), id) end
 end
 
+-- Back at INIT, or at its end, a rollout names no sandbox: whoever owns the one it had may discard it.
+local function leave_sandbox(h) redis.call('HDEL', h, 'sandbox') end
+
 local function to_ready(id, h, stage)
+  if stage == 'init' then leave_sandbox(h) end
   local v = redis.call('HMGET', h, 'lane', 'order')
   redis.call('HSET', h, 'stage', stage, 'state', 'ready', 'token', '', 'since', whole(now))
   redis.call('ZADD', key('ready', stage, v[1]), v[2], id)
@@ -46,6 +56,7 @@ local function to_ready(id, h, stage)
 end
 
 local function to_delayed(id, h, stage, delay)
+  if stage == 'init' then leave_sandbox(h) end
   redis.call('HSET', h, 'stage', stage, 'state', 'delayed', 'token', '', 'since', whole(now))
   redis.call('ZADD', key('delayed', stage), whole(now + delay), id)
   watch(id, h, true)
@@ -80,6 +91,7 @@ end
 local function finish(id, h, outcome, kind, why, stage, dead_seconds)
   local v = redis.call('HMGET', h, 'lane', 'order', 'group')
   redis.call('ZREM', key('due'), id)
+  leave_sandbox(h)
   redis.call('HSET', h, 'outcome', outcome, 'ended', whole(now))
   if kind ~= '' then redis.call('HSET', h, 'kind', kind, 'why', why, 'at', stage) end
   if outcome == 'failed' then bury(id, h, stage, dead_seconds) end

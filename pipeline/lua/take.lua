@@ -18,6 +18,7 @@ for i = 2, #A, 2 do
     if redis.call('HINCRBY', group, 'left', -1) <= 0 then
       local letters = redis.call('HGET', group, 'letters')
       if letters then redis.call('EXPIRE', key('t', v[2]), letters) else redis.call('UNLINK', key('t', v[2])) end
+      redis.call('ZREM', key('groups', redis.call('HGET', group, 'lane')), v[2])
       redis.call('UNLINK', group, key('m', v[2]))
     end
     out[#out + 1] = 'OK'

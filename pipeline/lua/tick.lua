@@ -89,7 +89,7 @@ for _, id in ipairs(redis.call('ZRANGEBYSCORE', key('due'), '-inf', now, 'LIMIT'
     if v[1] == 'leased' then
       if late then
         redis.call('HSET', h, 'cancel', 'deadline')
-        ring(key('bell', 'worker', v[7]), 'cancel')
+        ring_worker(v[7])
       elseif v[3] then redis.call('ZADD', key('due'), v[3], id) end
     elseif late or waited then
       redis.call('ZREM', key('ready', v[2], v[6]), id)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.services import redis_client, redis_server, redis_service, session_redis
+from tests.faults.tools import SHORT, Workers
+from tests.services import RedisService, redis_client, redis_server, redis_service, session_redis
 
 __all__ = ["redis_client", "redis_server", "redis_service", "session_redis"]
 
@@ -18,3 +20,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.faults)
+
+
+@pytest.fixture
+def workers(redis_service: RedisService, tmp_path: Path) -> Iterator[Workers]:
+    """Worker processes on the shared server, with short leases."""
+    processes = Workers(redis_service.config.changed(SHORT), tmp_path)
+    yield processes
+    processes.stop()
+
+
+@pytest.fixture
+def own_workers(redis_server: RedisService, tmp_path: Path) -> Iterator[Workers]:
+    """The same on a server of the test's own."""
+    processes = Workers(redis_server.config.changed(SHORT), tmp_path)
+    yield processes
+    processes.stop()

@@ -1,0 +1,257 @@
+"""The conservation audit: reads the whole line, changes nothing, and says what should not be.
+
+It may run while the line works: one rollout's hash and sets are compared in one step of the server (`lua/audit.lua`),
+pairs of keys in a transaction. What it finds is therefore wrong, and not only in motion.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipeline.envelope import WORKING
+from pipeline.queue import Queue
+
+PAGE = 200
+MOST = 100
+"""Findings that are listed; the rest is counted."""
+
+STAGES = (*(stage.value for stage in WORKING), "done")
+SINGLE = {"schema", "seq", "due", "workers", "beats", "counts", "tick", "blind"}
+FAMILIES = {
+    "r", "a", "p", "t", "g", "m", "ready", "lease", "delayed", "groups", "own", "died", "credit", "claim", "bell",
+    "dead", "letter", "gone",
+}  # fmt: skip
+EXPIRING = {"died", "claim", "letter", "gone"}
+
+
+@dataclass
+class Found:
+    """What a scan of the keys saw. It is not one moment: each suspect is looked at again, in one step."""
+
+    ids: set[str] = field(default_factory=set)
+    payloads: list[tuple[str, str]] = field(default_factory=list)
+    groups: set[str] = field(default_factory=set)
+    lanes: set[str] = field(default_factory=set)
+    owners: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    expiring: list[str] = field(default_factory=list)
+
+
+async def audit(queue: Queue) -> list[str]:
+    """Every finding as a sentence, at most MOST of them; empty for a sound line. Raises RedisUnavailable."""
+    found = await _scan(queue)
+    found.lanes |= set(queue.config.line.lanes)
+    await _members(queue, found)
+    findings = list(found.wrong)
+    for check in (_rollouts, _owners, _payloads, _groups, _complete, _lanes, _counters, _lives):
+        findings.extend(await check(queue, found))
+    if len(findings) > MOST:
+        findings[MOST:] = [f"and {len(findings) - MOST} findings more"]
+    return findings
+
+
+async def _scan(queue: Queue) -> Found:
+    found = Found()
+    cursor: Any = b"0"
+    while True:
+        cursor, keys = await queue.execute("SCAN", cursor, "MATCH", f"{queue.prefix}:*", "COUNT", 1000)
+        for key in keys:
+            _sort(found, _text(key)[len(queue.prefix) + 1 :])
+        if int(cursor) == 0:
+            return found
+
+
+def _sort(found: Found, name: str) -> None:
+    kind, _, rest = name.partition(":")
+    if (kind in SINGLE and not rest) or (kind in FAMILIES and rest):
+        if kind in ("r", "a"):
+            found.ids.add(rest)
+        elif kind == "p":
+            id, _, token = rest.rpartition(":")
+            found.payloads.append((id, token))
+        elif kind in ("t", "g", "m"):
+            found.groups.add(rest)
+        elif kind == "own":
+            found.owners.append(rest)
+        elif kind == "ready":
+            found.lanes.add(rest.partition(":")[2])
+        if kind in EXPIRING:
+            found.expiring.append(name)
+    else:
+        found.wrong.append(f"key {name} is of no kind that this line knows")
+
+
+async def _members(queue: Queue, found: Found) -> None:
+    """Ids that stand in a set, whether or not they have a hash."""
+    names: list[tuple[str, ...]] = [("ready", stage, lane) for stage in STAGES for lane in sorted(found.lanes)]
+    names += [(state, stage) for state in ("lease", "delayed") for stage in STAGES] + [("due",)]
+    for name in names:
+        async for page in _pages(queue, "ZSCAN", queue.key(*name)):
+            found.ids.update(page[::2])
+
+
+async def _pages(queue: Queue, command: str, key: str) -> AsyncIterator[list[str]]:
+    cursor: Any = b"0"
+    while True:
+        cursor, items = await queue.execute(command, key, cursor, "COUNT", 1000)
+        flat = [part for item in items for part in (item if isinstance(item, list | tuple) else (item,))]
+        yield [_text(item) for item in flat]
+        if int(cursor) == 0:
+            return
+
+
+async def _rollouts(queue: Queue, found: Found) -> list[str]:
+    """Each rollout in exactly one set, the one that its hash names; its owner, payload and group there."""
+    lanes = sorted(found.lanes)
+    findings: list[str] = []
+    for page in _split(sorted(found.ids)):
+        flat = await queue.outlast(
+            lambda page=page: queue.pipe.script("audit", queue.prefix, len(lanes), *lanes, *page)  # type: ignore[misc]
+        )
+        findings.extend(f"rollout {_text(id)} {_text(what)}" for id, what in zip(flat[::2], flat[1::2], strict=True))
+    return findings
+
+
+async def _owners(queue: Queue, found: Found) -> list[str]:
+    """What a worker holds names that worker."""
+    findings = []
+    for owner in found.owners:
+        own = queue.key("own", owner)
+        async for ids in _pages(queue, "SSCAN", own):
+            replies = await _pairs(
+                queue, [(("SISMEMBER", own, id), ("HMGET", queue.key("r", id), "owner", "state")) for id in ids]
+            )
+            for id, (there, (named, state)) in zip(ids, replies, strict=True):
+                if there and (_text(named or b"") != owner or state != b"leased"):
+                    says = f"{_text(named or b'nobody')} ({_text(state or b'gone')})"
+                    findings.append(f"worker {owner} is said to own {id}, whose hash names {says}")
+    return findings
+
+
+async def _payloads(queue: Queue, found: Found) -> list[str]:
+    """A payload that does not expire is the one that its rollout names."""
+    looks = [
+        (("TTL", queue.key("p", id, token)), ("HGET", queue.key("r", id), "payload")) for id, token in found.payloads
+    ]
+    replies = await _pairs(queue, looks)
+    return [
+        f"payload p:{id}:{token} has neither an expiry nor an owner"
+        for (id, token), (life, named) in zip(found.payloads, replies, strict=True)
+        if life == -1 and _text(named or b"") != token
+    ]
+
+
+async def _groups(queue: Queue, found: Found) -> list[str]:
+    """Task, hash and members of a group belong together; the hash counts the members."""
+    groups = sorted(found.groups)
+    looks = [
+        (
+            ("TTL", queue.key("t", name)),
+            ("HMGET", queue.key("g", name), "left", "samples", "done"),
+            ("SCARD", queue.key("m", name)),
+        )
+        for name in groups
+    ]
+    findings = []
+    for name, (life, (left, samples, done), members) in zip(groups, await _pairs(queue, looks), strict=True):
+        if samples is None:
+            if life == -1:
+                findings.append(f"task t:{name} has neither an expiry nor a group")
+            if members:
+                findings.append(f"m:{name} has {members} members but no group")
+            continue
+        if life == -2:
+            findings.append(f"group {name} has no task")
+        if int(left) != members:
+            findings.append(f"group {name} counts {int(left)} rollouts left but has {members} members")
+        if int(done) > int(samples):
+            findings.append(f"group {name} counts {int(done)} of {int(samples)} samples done")
+    return findings
+
+
+async def _complete(queue: Queue, found: Found) -> list[str]:
+    """What stands as a complete group is one."""
+    findings = []
+    for lane in sorted(found.lanes):
+        ready = queue.key("groups", lane)
+        async for page in _pages(queue, "ZSCAN", ready):
+            names = page[::2]
+            looks = [(("ZSCORE", ready, name), ("HMGET", queue.key("g", name), "done", "samples")) for name in names]
+            for name, (there, (done, samples)) in zip(names, await _pairs(queue, looks), strict=True):
+                if there is not None and samples is not None and done != samples:
+                    findings.append(f"group {name} stands as complete with {int(done)} of {int(samples)} samples done")
+    return findings
+
+
+async def _lanes(queue: Queue, found: Found) -> list[str]:
+    """A lane that no worker claims from."""
+    unknown = sorted(found.lanes - set(queue.config.line.lanes))
+    sizes = [
+        sum([int(await queue.execute("ZCARD", queue.key("ready", stage, lane))) for stage in STAGES])
+        for lane in unknown
+    ]
+    return [
+        f"lane {lane} holds {size} rollouts, but line.lanes does not name it: nobody claims them"
+        for lane, size in zip(unknown, sizes, strict=True)
+        if size
+    ]
+
+
+async def _counters(queue: Queue, found: Found) -> list[str]:
+    """enqueued = live + acked, and live = what stands in the sets, all read in one step."""
+    sets = [queue.key("ready", stage, lane) for stage in STAGES for lane in sorted(found.lanes)]
+    sets += [queue.key(state, stage) for state in ("lease", "delayed") for stage in STAGES]
+    commands = [("HMGET", queue.key("counts"), "enqueued", "live", "acked"), *(("ZCARD", name) for name in sets)]
+    ((numbers, *sizes),) = await _pairs(queue, [tuple(commands)])
+    enqueued, live, acked = (int(number or 0) for number in numbers)
+    findings = []
+    if enqueued != live + acked:
+        findings.append(f"{enqueued} rollouts were enqueued, but {live} live and {acked} acked make {live + acked}")
+    if live != sum(sizes):
+        findings.append(f"{live} rollouts are counted as live, but {sum(sizes)} stand in the sets")
+    return findings
+
+
+async def _lives(queue: Queue, found: Found) -> list[str]:
+    """What is kept for a time has an end."""
+    lives = await asyncio.gather(*(queue.execute("TTL", queue.key(name)) for name in found.expiring))
+    return [
+        f"key {name} should expire and has no end"
+        for name, life in zip(found.expiring, lives, strict=True)
+        if life == -1
+    ]
+
+
+async def _pairs(queue: Queue, looks: Sequence[tuple[tuple[Any, ...], ...]]) -> list[list[Any]]:
+    """The replies of each tuple of commands, each tuple read in one step of the server."""
+    replies: list[list[Any]] = []
+    for page in _split(looks):
+
+        async def read(page: Sequence[tuple[tuple[Any, ...], ...]] = page) -> list[Any]:
+            pipe = queue.redis.pipeline(transaction=True)
+            for look in page:
+                for command in look:
+                    pipe.execute_command(*command)
+            return list(await pipe.execute())
+
+        flat = await queue.outlast(read)
+        for look in page:
+            replies.append([_reply(item) for item in flat[: len(look)]])
+            del flat[: len(look)]
+    return replies
+
+
+def _reply(value: Any) -> Any:
+    """Booleans, which some clients make of 0 and 1, as the numbers that they are."""
+    return int(value) if isinstance(value, bool) else value
+
+
+def _split(items: Any) -> Iterable[Any]:
+    return (items[at : at + PAGE] for at in range(0, len(items), PAGE))
+
+
+def _text(value: Any) -> str:
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)

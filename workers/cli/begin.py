@@ -1,0 +1,191 @@
+"""The first hour: `rollout demo`, `try`, `init`, `doctor`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import ExitStack
+from pathlib import Path
+
+import click
+
+from pipeline.config import Config
+from pipeline.envelope import Task
+from pipeline.errors import TaskError
+from workers import jsonl
+from workers.cli.base import Command, json_option, say, settings
+
+BESIDE = "tasks.jsonl"
+"""A handler's own tasks, where its folder has such a file."""
+
+
+@click.command(cls=Command)
+@click.option(
+    "--handler", default="reason", show_default=True, metavar="NAME", help="A built-in name, or module:Class."
+)
+@click.option("--tasks", "file", metavar="FILE", help="Tasks as JSON lines (default: the handler's own).")
+@click.option("--count", default=32, show_default=True, type=click.IntRange(min=1), help="Tasks at most.")
+@click.option("--samples", default=4, show_default=True, type=click.IntRange(min=1), help="Rollouts of each task.")
+@click.option(
+    "--policy",
+    default="",
+    metavar="URL",
+    help="A real policy server (set policy.tokenizer too); default: a scripted one.",
+)
+@click.option("--workers", default=1, show_default=True, type=click.IntRange(1, 64), help="Processes a stage.")
+@click.option("--keep", is_flag=True, help="Keep logs and data; the folder is printed.")
+@json_option
+@click.pass_context
+def demo(
+    ctx: click.Context, handler: str, file: str | None, count: int, samples: int, policy: str, workers: int, keep: bool,
+    as_json: bool,
+) -> None:  # fmt: skip
+    """See the line run: tasks through three worker processes and back, scored.
+
+    Starts a private Redis (unless redis.url is set), a scripted policy (nobody's model) and one worker process a
+    stage, and ends them all. Exit 1 when a rollout failed.
+    """
+    from workers import view_demo
+    from workers.demo import Plan, run
+
+    settings(ctx).logs()
+    config = settings(ctx).config()
+    url = policy or config.policy.url
+    tasks = tasks_for(handler, file, config, count)
+    plan = Plan(config=config, handler=handler, tasks=tasks, samples=samples, workers=workers, policy=url, keep=keep)
+    with run(plan) as outcome:
+        totals = view_demo.summary(outcome)
+        if as_json:
+            say(totals)
+        else:
+            view_demo.show(outcome, scripted=not url)
+    ctx.exit(1 if totals["scored"] < totals["rollouts"] else 0)
+
+
+def tasks_for(handler: str, file: str | None, config: Config, count: int) -> list[Task]:
+    """`count` checked tasks at most: of the file, else the handler's own. Raises TaskError, UnknownHandler."""
+    from workers.demo import example_tasks
+    from workers.workshop import handlers_path
+
+    checker = jsonl.Checker(handlers_path(config))
+    if file is None:
+        tasks = example_tasks(handler, count)
+        beside = Path(handlers_path(config)) / BESIDE
+        if not tasks and beside.is_file():
+            with beside.open("rb") as lines:
+                found = jsonl.read(lines, handler=handler, checker=checker, name=str(beside))
+            tasks = [task for task in found if task.handler == handler][:count]
+        for task in tasks:
+            checker.check(task)
+        if not tasks:
+            checker.check(Task(handler=handler))  # an unknown handler is told first
+            raise TaskError(f"handler {handler!r} has no tasks of its own here: say --tasks FILE (JSON lines)")
+        return tasks
+    try:
+        with Path(file).open("rb") as lines:
+            return jsonl.read(lines, handler=handler, checker=checker, name=file)[:count]
+    except OSError as error:
+        raise TaskError(f"{file} can't be read: {error.strerror}") from None
+
+
+@click.command("try", cls=Command)
+@click.argument("handler")
+@click.option("--task", "text", metavar="JSON", help="The task's data, as one JSON map.")
+@click.option("--tasks", "file", metavar="FILE", help="JSON lines; the first one is tried.")
+@click.option(
+    "--policy",
+    default="",
+    metavar="URL",
+    help="A real policy server (set policy.tokenizer too); default: a scripted one.",
+)
+@click.option("--traceback", "whole", is_flag=True, help="On a failure: the whole traceback, not only your own code.")
+@click.option("--pdb", is_flag=True, help="On a failure: a debugger where your code raised.")
+@json_option
+@click.pass_context
+def attempt(
+    ctx: click.Context,
+    handler: str,
+    text: str | None,
+    file: str | None,
+    policy: str,
+    whole: bool,
+    pdb: bool,
+    as_json: bool,
+) -> None:
+    """Try HANDLER: one rollout in this process, without Redis, every turn shown as it comes."""
+    from workers import trial, view_trial
+    from workers.demo import answers_of
+
+    if text is not None and file is not None:
+        raise click.UsageError("--task or --tasks, not both")
+    settings(ctx).logs()
+    config = settings(ctx).config()
+    if policy:
+        config = config.changed({"policy.url": policy})
+    task = _one_task(handler, text, file, config)
+    with ExitStack() as stack:
+        answers = {} if config.policy.url else answers_of([task], config)
+        ready, options = trial.policy_for(config, answers, stack)
+        done = asyncio.run(trial.play(ready, task, options, loud=not as_json))
+    if as_json:
+        say(view_trial.record(done, task))
+    else:
+        view_trial.show(done, task, whole=whole)
+    if pdb and done.error is not None:
+        from pdb import post_mortem
+
+        post_mortem(trial.users_place(done.error))
+    ctx.exit(1 if done.failed else 0)
+
+
+def _one_task(handler: str, text: str | None, file: str | None, config: Config) -> Task:
+    from workers.workshop import handlers_path
+
+    if text is None:
+        return tasks_for(handler, file, config, 1)[0]
+    try:
+        task = jsonl.parse(text, handler)
+    except TaskError as error:
+        raise click.UsageError(f"--task: {error}") from None
+    jsonl.Checker(handlers_path(config)).check(task)
+    return task
+
+
+@click.command(cls=Command)
+@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@click.option("--force", is_flag=True, help="Write into a folder that is not empty.")
+@json_option
+@click.pass_context
+def init(ctx: click.Context, folder: Path, force: bool, as_json: bool) -> None:
+    """Make DIR with a commented config.yaml, a small handler of your own and its tasks."""
+    from workers import starter
+
+    settings(ctx).logs()
+    written = starter.write(folder, force=force)
+    if as_json:
+        say({"written": [str(path) for path in written], "handler": starter.HANDLER})
+        return
+    for path in written:
+        click.echo(f"wrote {path}")
+    click.echo(
+        f"next: cd {folder}; change a line of sums.py; rollout try {starter.HANDLER}; "
+        f"rollout demo --handler {starter.HANDLER}"
+    )
+
+
+@click.command(cls=Command)
+@json_option
+@click.pass_context
+def doctor(ctx: click.Context, as_json: bool) -> None:
+    """Look at all that the line needs here, and say how to mend what is missing. Exit 1 when something fails."""
+    from workers import view
+    from workers.doctor import examine
+
+    settings(ctx).logs("error")
+    found = asyncio.run(examine(settings(ctx).config()))
+    if as_json:
+        click.echo(json.dumps([{name: getattr(item, name) for name in item.__slots__} for item in found]))
+    else:
+        rows = [[item.grade, item.name, item.text + (f"\n-> {item.mend}" if item.mend else "")] for item in found]
+        view.show_table(("", "what", "found"), rows)
+    ctx.exit(1 if any(item.grade == "fail" for item in found) else 0)

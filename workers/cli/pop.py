@@ -1,0 +1,124 @@
+"""`rollout pop`: finished rollouts as JSON lines, acknowledged once they are written."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import click
+
+from pipeline.client import RolloutClient
+from pipeline.config import Config
+from pipeline.errors import Incomplete
+from pipeline.results import Rollout
+from workers.cli.base import Command, complain, located, settings
+
+
+@click.command(cls=Command)
+@click.argument("n", default=1, type=click.IntRange(min=1))
+@click.option("--lane", default="train", show_default=True)
+@click.option(
+    "--timeout",
+    default=60.0,
+    show_default=True,
+    type=click.FloatRange(min=0),
+    metavar="S",
+    help="Seconds to wait for all N; 0 takes what is there.",
+)
+@click.option("--groups", is_flag=True, help="N whole groups instead of N rollouts (still one rollout a line).")
+@click.option("--arrays", is_flag=True, help="Ids, mask and logprobs as lists instead of their lengths.")
+@click.option("--no-ack", is_flag=True, help="Only look: they go back to the line.")
+@click.option("--json", "as_json", is_flag=True, help="For machines (always so).")
+@click.pass_context
+def pop(
+    ctx: click.Context, n: int, lane: str, timeout: float, groups: bool, arrays: bool, no_ack: bool, as_json: bool
+) -> None:
+    """Take N finished rollouts, oldest group first, and print each as a JSON line.
+
+    Each is acknowledged after its line was written; one whose line was not goes back to the line. Exit 1 when less
+    than N came in time: what came is printed and acknowledged all the same.
+    """
+    del as_json
+    settings(ctx).logs()
+    ctx.exit(asyncio.run(_pop(located(settings(ctx).config()), n, lane, timeout, groups, arrays, no_ack)))
+
+
+async def _pop(config: Config, n: int, lane: str, timeout: float, groups: bool, arrays: bool, no_ack: bool) -> int:
+    if lane not in config.line.lanes:
+        raise click.UsageError(f"lane {lane!r} is unknown (known: {', '.join(config.line.lanes)})")
+    async with RolloutClient(config=config) as client:
+        missing = None
+        try:
+            popped: Any = await (client.pop_groups if groups else client.pop)(n, timeout, lane)
+        except Incomplete as error:
+            popped, missing = error.batch, str(error)
+        for rollout in _each(popped):
+            sys.stdout.write(json.dumps(record(rollout, arrays), ensure_ascii=False) + "\n")
+            sys.stdout.flush()
+            if not no_ack:
+                await client.ack(rollout)
+    if missing:
+        complain(missing)
+    return 1 if missing else 0
+
+
+def _each(popped: Any) -> Iterable[Rollout]:
+    for item in popped:
+        if isinstance(item, Rollout):
+            yield item
+        else:
+            yield from item.rollouts
+
+
+def record(rollout: Rollout, arrays: bool) -> dict[str, Any]:
+    """A rollout as JSON types. Without `arrays` the token arrays are told by their lengths."""
+    failure = rollout.failure
+    return {
+        "id": rollout.id, "group": rollout.group, "sample": rollout.sample, "samples": rollout.samples,
+        "lane": rollout.lane, "handler": rollout.handler, "outcome": rollout.outcome, "reward": rollout.reward,
+        "parts": rollout.parts, "evidence": _plain(rollout.evidence), "truncated": rollout.truncated,
+        "failure": {name: getattr(failure, name) for name in failure.__slots__} if failure else None,
+        "retry_of": rollout.retry_of, "losses": rollout.losses, "attempts": rollout.attempts,
+        "seconds": rollout.seconds, "worked": rollout.worked, "state": _plain(rollout.state),
+        "trajectory": trajectory_record(rollout.trajectory, arrays),
+    }  # fmt: skip
+
+
+def trajectory_record(trajectory: Any, arrays: bool) -> dict[str, Any] | None:
+    if trajectory is None:
+        return None
+    sequences = [
+        {
+            "token_ids": _array(item.token_ids, arrays), "loss_mask": _array(item.loss_mask, arrays),
+            "logprobs": _array(item.logprobs, arrays), "versions": [list(run) for run in item.versions],
+            "turns": [
+                {
+                    "kind": turn.kind, "start": turn.start, "end": turn.end, "finish_reason": turn.finish_reason,
+                    "seconds": turn.seconds, "reward": turn.reward,
+                }
+                for turn in item.turns
+            ],
+        }
+        for item in trajectory.sequences
+    ]  # fmt: skip
+    return {"tokens": len(trajectory), "sampled": trajectory.sampled, "turns": trajectory.turns, "sequences": sequences}
+
+
+def _array(values: Any, arrays: bool) -> Any:
+    return values.tolist() if arrays else len(values)
+
+
+def _plain(value: Any) -> Any:
+    """msgpack types as JSON types: bytes by their length."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return (
+        value
+        if isinstance(value, str | int | float | bool | type(None))
+        else f"<{type(value).__name__} of {len(value)}>"
+    )

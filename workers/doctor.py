@@ -1,0 +1,233 @@
+"""`rollout doctor`: looks at everything that the line needs on this machine, and says how to mend what is missing."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import resource
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, requires, version
+from typing import Any
+
+import aiohttp
+
+import handlers
+from pipeline import inspect, server, server_files
+from pipeline.config import Config
+from pipeline.connection import check, connect, redacted
+from pipeline.envelope import SCHEMA
+from pipeline.errors import LineError
+from pipeline.queue import Queue
+from workers.workshop import handlers_path, sandbox_root
+
+OLDEST_PYTHON = (3, 11)
+SLOW_MS = 5.0
+FEW_FILES = 4096
+HEALTH_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report. `grade`: ok, warn or fail; `mend` says what to do, where it is not ok."""
+
+    name: str
+    grade: str
+    text: str
+    mend: str = ""
+
+
+async def examine(config: Config) -> list[Finding]:
+    """All findings, in the order in which things are needed."""
+    found: list[Finding] = [_python(), _packages(), _files(), _settings(config)]
+    checks: list[Callable[[Config], Awaitable[list[Finding]]]] = [_redis, _policy, _handlers, _sandbox]
+    for look in checks:
+        try:
+            found.extend(await look(config))
+        except LineError as error:
+            found.append(Finding(look.__name__[1:], "fail", str(error), "see the sentence"))
+    return found
+
+
+def _python() -> Finding:
+    text = f"{sys.version.split()[0]} at {sys.executable}"
+    if sys.version_info < OLDEST_PYTHON:
+        return Finding("python", "fail", text, "use Python 3.11 or newer")
+    return Finding("python", "ok", text)
+
+
+def _packages() -> Finding:
+    try:
+        wanted = requires("rollout-line") or []
+    except PackageNotFoundError:
+        return Finding("packages", "warn", "rollout-line is not installed (it runs from a folder)", "pip install -e .")
+    names = [re.split(r"[^A-Za-z0-9_.-]", item)[0] for item in wanted if "extra ==" not in item]
+    missing = [name for name in names if not _installed(name)]
+    if missing:
+        return Finding("packages", "fail", f"missing: {', '.join(missing)}", f"pip install {' '.join(missing)}")
+    return Finding("packages", "ok", f"rollout-line {version('rollout-line')} and its {len(names)} libraries")
+
+
+def _installed(name: str) -> bool:
+    try:
+        return bool(version(name))
+    except PackageNotFoundError:
+        return False
+
+
+def _files() -> Finding:
+    """A RUN worker holds a connection for each rollout."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < FEW_FILES:
+        return Finding("open files", "warn", f"at most {soft}", f"ulimit -n {FEW_FILES}, before many slots are used")
+    return Finding("open files", "ok", f"at most {soft}")
+
+
+def _settings(config: Config) -> Finding:
+    where = str(config.source) if config.source else "the built-in defaults (no ./config.yaml here)"
+    return Finding("settings", "ok", f"{where}; line {config.line.name!r}")
+
+
+async def _redis(config: Config) -> list[Finding]:
+    if not config.redis.url:
+        state = server.find(config)
+        if state is None:
+            text = f"none is set and none runs; {server_files.find_binary()} could be started"
+            return [Finding("redis", "warn", text, "rollout redis start (the demo brings its own)")]
+        config = config.changed({"redis.url": state.url, "redis.password_file": state.password_file})
+    client = connect(config)
+    try:
+        facts = await check(client, config.redis.url)
+        place = redacted(config.redis.url)
+        found = [Finding("redis", "ok", f"{facts.kind} {facts.version} at {place}")]
+        found += [
+            Finding("redis", "warn", text.rpartition("; ")[0], text.rpartition("; ")[2]) for text in facts.warnings
+        ]
+        if facts.maxmemory:
+            found.append(_memory(config, facts.used_memory, facts.maxmemory))
+        found.append(await _latency(client))
+        return found + await _line(Queue(client, config))
+    finally:
+        await client.aclose()
+
+
+def _memory(config: Config, used: int, most: int) -> Finding:
+    share = used / most
+    text = f"{100 * share:.1f} % of maxmemory used, the mark is {100 * config.memory.high:g} %"
+    if share > config.memory.high:
+        return Finding("memory", "warn", f"{text}: enqueue is refused", "pop what is done, or raise maxmemory")
+    return Finding("memory", "ok", text)
+
+
+async def _latency(client: Any) -> Finding:
+    spent = []
+    for _ in range(20):
+        began = time.perf_counter()
+        await client.ping()
+        spent.append((time.perf_counter() - began) * 1000)
+    middle = sorted(spent)[len(spent) // 2]
+    text = f"{middle:.2f} ms a round trip"
+    if middle > SLOW_MS:
+        return Finding("latency", "warn", text, "put Redis nearer to the workers, or look at what else it does")
+    return Finding("latency", "ok", text)
+
+
+async def _line(queue: Queue) -> list[Finding]:
+    schema = await queue.execute("GET", queue.key("schema"))
+    if schema is not None and int(schema) != SCHEMA:
+        return [
+            Finding(
+                "line",
+                "fail",
+                f"it has schema {int(schema)}, this version speaks {SCHEMA}",
+                "use one version everywhere",
+            )
+        ]
+    found = []
+    alive = await inspect.workers(queue)
+    depths = await inspect.depth(queue)
+    for stage in ("init", "run", "eval"):
+        waiting = sum(depths[stage]["ready"].values())
+        serving = sum(item["stage"] == stage for item in alive)
+        if waiting and not serving:
+            found.append(
+                Finding(
+                    "line",
+                    "warn",
+                    f"{waiting} rollouts wait in {stage} and no worker serves it",
+                    f"rollout work {stage}",
+                )
+            )
+    return found or [
+        Finding(
+            "line",
+            "ok",
+            f"{len(alive)} live workers, {sum(sum(item['ready'].values()) for item in depths.values())} rollouts wait",
+        )
+    ]
+
+
+async def _policy(config: Config) -> list[Finding]:
+    if not config.policy.url:
+        return [
+            Finding(
+                "policy",
+                "warn",
+                "policy.url is empty: only handlers without a policy run",
+                "set policy.url and policy.tokenizer (demo and try start a scripted one)",
+            )
+        ]
+    from workers.policy.client import open_policy
+
+    policy = open_policy(config)
+    await policy.close()
+    found = [Finding("tokenizer", "ok", f"{config.policy.tokenizer}, renderer {config.policy.renderer}")]
+    url = f"{config.policy.url.rstrip('/')}/health"
+    try:
+        timeout = aiohttp.ClientTimeout(total=HEALTH_SECONDS)
+        async with aiohttp.ClientSession(trust_env=False, timeout=timeout) as session, session.get(url) as answer:
+            if answer.status == 200:
+                return [*found, Finding("policy", "ok", f"{url} answers")]
+            text = f"{url} answers {answer.status}"
+    except (aiohttp.ClientError, OSError, TimeoutError) as error:
+        text = f"{url} does not answer: {str(error) or type(error).__name__}"
+    return [*found, Finding("policy", "fail", text, "start the policy's server, or correct policy.url")]
+
+
+async def _handlers(config: Config) -> list[Finding]:
+    found = []
+    for name in [*handlers.BUILT_IN, *config.handlers.load]:
+        try:
+            handlers.load(name, handlers_path(config))
+        except LineError as error:
+            found.append(Finding("handlers", "fail", str(error), "correct handlers.load or the handler's module"))
+    named = ", ".join([*handlers.BUILT_IN, *config.handlers.load])
+    return found or [Finding("handlers", "ok", f"{named} (looked for in {handlers_path(config)})")]
+
+
+async def _sandbox(config: Config) -> list[Finding]:
+    from workers.sandbox import driver
+
+    made = driver(config.sandbox.driver, sandbox_root(config), config.sandbox.command_timeout)
+    reference = await made.prepare({}, f"doctor-{time.time_ns()}")
+    try:
+        session = await made.open(reference)
+        try:
+            output = await asyncio.wait_for(session.bash("echo sound", 10), 15)
+        finally:
+            await session.close()
+    finally:
+        await made.discard(reference)
+    if "sound" not in output.text:
+        return [
+            Finding("sandbox", "fail", f"{config.sandbox.driver}: bash said {output.text!r:.200}", "is bash installed?")
+        ]
+    if config.sandbox.driver == "local":
+        return [
+            Finding(
+                "sandbox", "warn", "local works, and isolates nothing", "use it for tests and for code that you trust"
+            )
+        ]
+    return [Finding("sandbox", "ok", config.sandbox.driver)]

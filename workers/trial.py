@@ -1,0 +1,171 @@
+"""`rollout try`: one rollout in this process. No Redis, no child processes: a breakpoint or a debugger just works."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import tempfile
+import traceback
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.text import Text
+
+from pipeline.config import Config
+from pipeline.envelope import NEXT, Envelope, Payload, Stage, Task
+from pipeline.errors import LineError
+from pipeline.interfaces import Completion, Reward
+from pipeline.log import AttemptLog
+from workers import view
+from workers.clock import WorkingClock
+from workers.policy import scripted, tokenizer
+from workers.stages import Job, Workshop, process
+from workers.workshop import close, handlers_path, open_workshop
+
+HOME = Path(__file__).resolve().parents[1]
+OURS = (HOME / "pipeline", HOME / "workers")
+
+
+@dataclass(kw_only=True)
+class Trial:
+    """What came of it. `reward` is None when it failed; `seconds` by stage. `spoke`: the policy was called."""
+
+    reward: Reward | None = None
+    payload: Payload = field(default_factory=Payload)
+    seconds: dict[str, float] = field(default_factory=dict)
+    failed: LineError | None = None
+    spoke: bool = False
+
+    @property
+    def error(self) -> BaseException | None:
+        """The user's own exception where there is one."""
+        return (self.failed.__cause__ or self.failed) if self.failed else None
+
+
+class Loud:
+    """A policy that prints what is new on its way to the model, and what comes back. `said` counts the replies."""
+
+    def __init__(self, inner: Any, said: list[int] | None = None) -> None:
+        self._inner = inner
+        self._shown: list[int] = []
+        self.said: list[int] = [] if said is None else said
+
+    def bound(self, clock: WorkingClock) -> Loud:
+        return Loud(self._inner.bound(clock), self.said)
+
+    def __getattr__(self, name: str) -> Any:
+        """Everything but `generate` is the real policy's."""
+        return getattr(self._inner, name)
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: dict[str, Any]) -> Completion:
+        known = list(prompt_ids)
+        if known[: len(self._shown)] != self._shown:
+            _print(Text("--- the history was rendered anew ---", style="yellow"))
+            self._shown = []
+        _print(
+            Text(
+                self._inner.text(known[len(self._shown) :]),
+                style=view.STYLES["observation" if self._shown else "prompt"],
+            )
+        )
+        done: Completion = await self._inner.generate(prompt_ids, sampling)
+        said = self._inner.text(list(done.ids))
+        _print(Text(said if view.console().is_terminal else f"⟦{said}⟧", style=view.STYLES["action"]))
+        _print(Text(f"[{len(done.ids)} tokens, {done.finish_reason}, {view.seconds(done.seconds)}]", style="yellow"))
+        self._shown = [*known, *done.ids]
+        self.said.append(len(done.ids))
+        return done
+
+
+def _print(text: Text) -> None:
+    view.console().print(text)
+
+
+def policy_for(config: Config, answers: dict[str, Any], stack: ExitStack) -> tuple[Config, scripted.Options | None]:
+    """The configuration with a tokenizer, and how to start a scripted policy: None where there is a real one."""
+    if config.policy.url:
+        return config, None
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rollout-try-")))
+    made = tokenizer.make(folder)
+    chosen = {"policy.tokenizer": str(folder), "policy.renderer": "qwen3"}
+    return config.changed(chosen), scripted.Options(tokenizer=made, answers=answers, model=config.policy.model)
+
+
+async def play(config: Config, task: Task, options: scripted.Options | None, *, loud: bool = True) -> Trial:
+    """INIT, RUN and EVAL of one rollout, here. A failure is in the result, not raised; ConfigError and the like are."""
+    server = await scripted.start(options) if options is not None else None
+    shop = None
+    try:
+        if server is not None:
+            config = config.changed({"policy.url": server.url})
+        shop = await open_workshop(config, handlers_path(config), children=False)
+        if loud and shop.policy is not None:
+            shop.policy = Loud(shop.policy)
+        trial = await _stages(config, task, shop)
+        trial.spoke = isinstance(shop.policy, Loud) and bool(shop.policy.said)
+        return trial
+    finally:
+        if shop is not None:
+            await close(shop)
+        if server is not None:
+            await server.stop()
+
+
+async def _stages(config: Config, task: Task, shop: Workshop) -> Trial:
+    group = task.id or "try"
+    job = Job(
+        stage=Stage.INIT, id=f"{group}.0", token="try", attempt=1, task=task, payload=Payload(),
+        envelope=Envelope(id=f"{group}.0", group=group, handler=task.handler),
+    )  # fmt: skip
+    trial, reference = Trial(), None
+    loop = asyncio.get_running_loop()
+    try:
+        while job.stage is not Stage.DONE:
+            log = AttemptLog(logging.getLogger("try"), rollout=job.id, stage=job.stage.value)
+            began, limit = loop.time(), getattr(config.limits, job.stage.value)
+            done = await asyncio.wait_for(process(job, shop, log, WorkingClock(limit)), limit)
+            trial.seconds[job.stage.value] = round(loop.time() - began, 4)
+            reference = done.envelope.sandbox or reference
+            job = replace(job, stage=NEXT[job.stage], envelope=done.envelope, payload=done.payload or job.payload)
+            trial.payload, trial.reward = job.payload, done.reward
+    except TimeoutError:
+        trial.failed = LineError(f"{job.stage} took longer than limits.{job.stage} = {limit:g} s")
+    except LineError as error:
+        trial.failed = error
+    finally:
+        if reference is not None:
+            await shop.need_driver().discard(reference)
+    return trial
+
+
+def users_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """The frames in files of the user's: neither ours nor a library's. Of a built-in handler its own."""
+    return [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
+
+
+def _is_users(filename: str) -> bool:
+    path = Path(filename).resolve()
+    if any(path.is_relative_to(folder) for folder in OURS) or filename.startswith("<"):
+        return False
+    return not any(part in ("site-packages", "dist-packages") or part.startswith("python3.") for part in path.parts)
+
+
+def users_traceback(error: BaseException) -> str:
+    """The traceback with the user's frames alone; the whole one where it has none of them."""
+    frames = users_frames(error)
+    if not frames:
+        return "".join(traceback.format_exception(error))
+    lines = ["Traceback (your own code; --traceback shows all of it):\n", *traceback.format_list(frames)]
+    return "".join([*lines, *traceback.format_exception_only(error)])
+
+
+def users_place(error: BaseException) -> TracebackType | None:
+    """Where a debugger should begin: the traceback from the user's first frame on."""
+    trace = error.__traceback__
+    while trace is not None and not _is_users(trace.tb_frame.f_code.co_filename):
+        trace = trace.tb_next
+    return trace or error.__traceback__

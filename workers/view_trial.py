@@ -1,0 +1,52 @@
+"""What `rollout try` shows after the turns: the reward with its parts, or what the user's code raised."""
+
+from __future__ import annotations
+
+import traceback
+from typing import Any
+
+from rich.text import Text
+
+from pipeline.envelope import Task
+from workers import view
+from workers.trial import Trial, users_traceback
+
+
+def show(trial: Trial, task: Task, *, whole: bool) -> None:
+    """`whole`: the whole traceback. Turns of a policy were printed as they came."""
+    console = view.console()
+    if trial.payload.trajectory and not trial.spoke:
+        console.print(view.coloured(trial.payload.trajectory, None))
+    if trial.failed is not None:
+        error = trial.error or trial.failed
+        text = "".join(traceback.format_exception(error)) if whole else users_traceback(error)
+        view.console(err=True).print(Text(text.rstrip()))
+        view.console(err=True).print(Text(f"failed, kind {trial.failed.kind}: {trial.failed}", style="bold red"))
+        return
+    facts = record(trial, task)
+    console.print(Text(f"\nreward {facts['reward']:g}", style="bold"))
+    for name in ("parts", "evidence", "truncated"):
+        if facts[name]:
+            console.print(Text(f"  {name:10} {facts[name]}"))
+    spent = ", ".join(f"{stage} {view.seconds(value)}" for stage, value in trial.seconds.items())
+    console.print(Text(f"  {'tokens':10} {facts['tokens']}, {facts['sampled']} sampled in {facts['turns']} turns"))
+    console.print(Text(f"  {'took':10} {spent}"))
+
+
+def record(trial: Trial, task: Task) -> dict[str, Any]:
+    """For --json."""
+    trajectory, reward = trial.payload.trajectory, trial.reward
+    return {
+        "handler": task.handler,
+        "outcome": "failed" if trial.failed else "scored",
+        "reward": reward.value if reward else None,
+        "parts": reward.parts if reward else {},
+        "evidence": reward.evidence if reward else {},
+        "truncated": trial.payload.truncated,
+        "tokens": len(trajectory) if trajectory else 0,
+        "sampled": trajectory.sampled if trajectory else 0,
+        "turns": trajectory.turns if trajectory else 0,
+        "seconds": trial.seconds,
+        "kind": trial.failed.kind if trial.failed else None,
+        "why": str(trial.failed) if trial.failed else None,
+    }

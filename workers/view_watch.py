@@ -1,0 +1,148 @@
+"""`rollout watch`: the line as it moves, twice a second."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from typing import Any
+
+from rich.console import Group as Stack
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from pipeline import inspect, wire
+from pipeline.errors import EnvelopeError
+from pipeline.queue import Queue
+from workers import view
+
+EVERY = 0.5
+"""Seconds between two looks."""
+
+SPAN = 10
+"""Looks over which a rate is taken."""
+
+LATEST = 12
+
+
+async def snapshot(queue: Queue) -> dict[str, Any]:
+    """One look: stages, counts, workers, and the rewards of finished rollouts that wait to be popped."""
+    stages, counts, workers, rewards = await asyncio.gather(
+        inspect.depth(queue), inspect.counts(queue), inspect.workers(queue), _latest(queue)
+    )
+    return {
+        "line": queue.config.line.name,
+        "time": time.time(),
+        "stages": stages,
+        "counts": counts,
+        "workers": workers,
+        "latest": rewards,
+    }
+
+
+async def _latest(queue: Queue) -> list[dict[str, Any]]:
+    """The youngest groups' finished rollouts, a few of each lane."""
+    found: list[dict[str, Any]] = []
+    for lane in queue.config.line.lanes:
+        ids = await queue.execute("ZREVRANGE", queue.key("ready", "done", lane), 0, LATEST - 1)
+        rows = await asyncio.gather(
+            *(queue.execute("HMGET", queue.key("r", id.decode()), "outcome", "result", "ended") for id in ids)
+        )
+        for id, (outcome, result, ended) in zip(ids, rows, strict=True):
+            if outcome:
+                found.append(
+                    {
+                        "id": id.decode(),
+                        "outcome": outcome.decode(),
+                        "reward": _reward(result),
+                        "ended": int(ended or 0) / 1000,
+                    }
+                )
+    return sorted(found, key=lambda item: item["ended"], reverse=True)[:LATEST]
+
+
+def _reward(result: bytes | None) -> float | None:
+    try:
+        return float(wire.unpack(result)["reward"]) if result else None
+    except (EnvelopeError, KeyError, TypeError):
+        return None
+
+
+async def watch(queue: Queue, *, once: bool, as_json: bool) -> None:
+    """Show the line until interrupted."""
+    console = view.console()
+    if as_json:
+        print(json.dumps(await snapshot(queue)))  # noqa: T201
+        return
+    if once:
+        console.print(render([await snapshot(queue)]))
+        return
+    history = [await snapshot(queue)]
+    with Live(render(history), console=console, auto_refresh=False, screen=console.is_terminal) as live:
+        while True:
+            await asyncio.sleep(EVERY)
+            history = [*history[-SPAN:], await snapshot(queue)]
+            live.update(render(history), refresh=True)
+
+
+def rate(history: list[dict[str, Any]], name: str) -> float | None:
+    """Per second, over the looks at hand; None for a single one."""
+    first, last = history[0], history[-1]
+    span = last["time"] - first["time"]
+    if span <= 0:
+        return None
+    moved = last["counts"].get(name, 0) - first["counts"].get(name, 0)
+    return float(moved / span)
+
+
+def render(history: list[dict[str, Any]]) -> Stack:
+    """The whole screen."""
+    last = history[-1]
+    counts = last["counts"]
+    head = f"line {last['line']}   {time.strftime('%H:%M:%S', time.localtime(last['time']))}   " + "  ".join(
+        f"{name} {counts.get(name, 0)}" for name in ("enqueued", "live", "scored", "failed", "cancelled", "acked")
+    )
+    return Stack(Text(head, style="bold"), Text(), _stages(history), Text(), _workers(last), Text(), _rewards(last))
+
+
+def _stages(history: list[dict[str, Any]]) -> Table:
+    made = _table("stage", "ready", "oldest", "leased", "delayed", "dead", "per s")
+    for stage, item in history[-1]["stages"].items():
+        speed = rate(history, "acked" if stage == "done" else f"committed:{stage}")
+        ready = "  ".join(f"{lane} {count}" for lane, count in item["ready"].items())
+        age = view.seconds(item["age"]) if any(item["ready"].values()) else ""
+        made.add_row(
+            stage,
+            ready,
+            age,
+            str(item["leased"]),
+            str(item["delayed"]),
+            str(item["dead"]),
+            "" if speed is None else f"{speed:.1f}",
+        )
+    return made
+
+
+def _workers(last: dict[str, Any]) -> Table:
+    made = _table("worker", "stage", "busy", "last beat", "state")
+    for item in sorted(last["workers"], key=lambda item: (item["stage"], item["worker"]))[:20]:
+        state = "stopping" if item.get("stopping") else item.get("paused") or "serving"
+        made.add_row(
+            item["worker"], item["stage"], f"{item['running']}/{item['slots']}", view.seconds(item["silent"]), state
+        )
+    if not last["workers"]:
+        made.add_row("no live worker", "", "", "", "start one: rollout work STAGE")
+    return made
+
+
+def _rewards(last: dict[str, Any]) -> Text:
+    said = [f"{item['reward']:g}" if item["reward"] is not None else item["outcome"] for item in last["latest"]]
+    return Text("latest rewards, waiting to be popped: " + (" ".join(said) or "none"))
+
+
+def _table(*columns: str) -> Table:
+    made = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        made.add_column(column)
+    return made
