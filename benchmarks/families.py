@@ -64,3 +64,15 @@ def speak(ctx: Context, count: int) -> None:
     half = count // 2
     ctx.trajectory.prompt(ids[:half])
     ctx.trajectory.action(ids[half:], logprobs, [(0, 0, count - half)], finish_reason="stop")
+
+
+class Calling(AgentHandler):
+    """One model call, after a prompt that says which rollout it is."""
+
+    async def run(self, ctx: Context) -> None:
+        ctx.trajectory.prompt(ctx.policy.render([{"role": "user", "content": ctx.id}]))
+        reply = await ctx.policy.generate(ctx.trajectory.ids, {"max_tokens": 64})
+        ctx.trajectory.action(reply.ids, reply.logprobs, reply.versions, finish_reason=reply.finish_reason)
+
+    async def eval(self, ctx: Context) -> float:
+        return 1.0

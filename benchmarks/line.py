@@ -21,12 +21,12 @@ from aiohttp import web
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
-from harness import Bench, bench, median, quantile, resident_mb, wait_until, write  # noqa: E402
+from harness import Bench, bench, median, quantile, resident_mb, wait_until, write
 
-from pipeline.client import RolloutClient  # noqa: E402
-from pipeline.envelope import Task, encode_compressed, encode, Envelope, rollout_id  # noqa: E402
-from pipeline.inspect import page  # noqa: E402
-from pipeline.results import Rollout  # noqa: E402
+from pipeline.client import RolloutClient
+from pipeline.envelope import Envelope, Task, encode, encode_compressed, rollout_id
+from pipeline.inspect import page
+from pipeline.results import Rollout
 
 STAMP = "families:Stamp"
 TOKENS_1K = 110  # 9 bytes each

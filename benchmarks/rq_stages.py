@@ -11,8 +11,8 @@ NEXT = {"init": "run", "run": "eval"}
 
 
 def connection() -> Redis:
-    from pipeline.connection import connect_sync
     from pipeline.config import load
+    from pipeline.connection import connect_sync
 
     return connect_sync(load())
 
@@ -35,4 +35,6 @@ def stage(name: str, payload: bytes) -> None:
 
 
 if __name__ == "__main__":
-    SimpleWorker([Queue(os.environ["RQ_STAGE"], connection=_shared())], connection=_shared()).work(logging_level="ERROR")
+    SimpleWorker([Queue(os.environ["RQ_STAGE"], connection=_shared())], connection=_shared()).work(
+        logging_level="ERROR"
+    )

@@ -97,7 +97,7 @@ class Pipeliner:
 
     async def _round_trip(self, commands: list[Command]) -> list[Any]:
         if len(commands) == 1:
-            return [await self._client.execute_command(*commands[0])]
+            return [await self._client.execute_command(*commands[0])]  # type: ignore[no-untyped-call]
         pipe = self._client.pipeline(transaction=False)
         for command in commands:
             pipe.execute_command(*command)

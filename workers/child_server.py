@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import importlib
 import os
 import select
@@ -83,6 +84,7 @@ def main() -> None:
     importlib.import_module("workers.child_call")
     for module in sys.argv[2:]:
         importlib.import_module(module)
+    gc.freeze()  # a collection in a fork would copy all that it shares with us
     living: set[int] = set()
     while True:
         readable, _, _ = select.select([control, woken], [], [])

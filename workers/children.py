@@ -102,6 +102,10 @@ class Children:
             with contextlib.suppress(OSError):
                 self._control.send(b"K%d" % pid)
 
+    async def warm(self) -> None:
+        """Start the child server before the first call needs it: its imports take a second or two."""
+        await self._running()
+
     async def _running(self) -> socket.socket:
         async with self._starting:
             if self._control is not None and self._server is not None and self._server.poll() is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import logging
 import os
 import signal
@@ -81,16 +82,14 @@ class Worker:
         for warning in (await check(client)).warnings:
             log.warning("%s", warning)
         await self.queue.check_schema()
-        path = handlers_path(self.config)
-        for name in [*handlers.BUILT_IN, *self.config.handlers.load]:
-            handlers.load(name, path)
-        self.shop = await open_workshop(self.config, path)
+        self.shop = await open_workshop(self.config, handlers_path(self.config))
         self.upkeep = Upkeep(
             connect_sync(self.config, blocking=True), self.queue, self.name,
             held=self._held, on_beat=self._heard, about=self.about, kill=self._kill_children,
         )  # fmt: skip
         self._loop = asyncio.get_running_loop()
         self.upkeep.start()
+        await self._warm_children()
         helpers = [asyncio.create_task(self._pulse()), asyncio.create_task(self._watch_queue())]
         if self.stage is Stage.INIT and self.shop.driver is not None:
             helpers.append(asyncio.create_task(sweep_for_ever(self.queue, self.shop.driver, self.config.sandbox.sweep)))
@@ -108,6 +107,13 @@ class Worker:
                 await client.aclose()
                 await bell.aclose()
         log.info("worker %s ends", self.name)
+
+    async def _warm_children(self) -> None:
+        """Where a known handler has a plain method for this stage, its child server starts now."""
+        known = [self.shop.handler(name) for name in [*handlers.BUILT_IN, *self.config.handlers.load]]
+        plain = [item for item in known if not inspect.iscoroutinefunction(getattr(item, self.stage.value))]
+        if plain and isinstance(self.shop.children, Children):
+            await self.shop.children.warm()
 
     def stop(self) -> None:
         """Claim nothing more; finish or give back within limits.grace."""

@@ -90,7 +90,7 @@ def tasks_for(handler: str, file: str | None, config: Config, count: int) -> lis
 
 @click.command("try", cls=Command)
 @click.argument("handler")
-@click.option("--task", "text", metavar="JSON", help="The task's data, as one JSON map.")
+@click.option("--task", "--data", "text", metavar="JSON", help="The task's data, as one JSON map.")
 @click.option("--tasks", "file", metavar="FILE", help="JSON lines; the first one is tried.")
 @click.option(
     "--policy",
