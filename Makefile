@@ -39,8 +39,9 @@ soak: $(STAMP) ## the full sizes: the long tests, then the benchmarks
 system: ## what changes the machine: installs redis-server where there is none; prints it first
 	@.ci/system.sh
 
-docs: $(STAMP) ## write docs/config.md anew from config.yaml
+docs: $(STAMP) ## write docs/config.md and docs/redis-keys.md anew, from config.yaml and pipeline/queue.py
 	$(BIN)/python .ci/config_page.py > docs/config.md
+	$(BIN)/python .ci/keys_page.py > docs/redis-keys.md
 
 clean: ## remove .venv and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

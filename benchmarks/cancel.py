@@ -91,11 +91,19 @@ async def measure(line: Bench, count: int) -> dict[str, Any]:
         and outcomes.count("cancelled") + outcomes.count("scored") == count
     )
     return {
-        "cancels": count, "asked": said.count("ASKED"), "removed": said.count("REMOVED"), "too_late": said.count("DONE"),
-        "cancel_p50_ms": median(seconds) * 1e3, "cancel_p99_ms": quantile(seconds, 0.99) * 1e3,
-        "cancel_max_ms": max(seconds) * 1e3, "cancelled": outcomes.count("cancelled"), "scored": outcomes.count("scored"),
-        "calls_left_running": int(float(running.rsplit(" ", 1)[1])), "counters_exact": exact, "audit_findings": len(findings),
-    }  # fmt: skip
+        "cancels": count,
+        "asked": said.count("ASKED"),
+        "removed": said.count("REMOVED"),
+        "too_late": said.count("DONE"),
+        "cancel_p50_ms": median(seconds) * 1e3,
+        "cancel_p99_ms": quantile(seconds, 0.99) * 1e3,
+        "cancel_max_ms": max(seconds) * 1e3,
+        "cancelled": outcomes.count("cancelled"),
+        "scored": outcomes.count("scored"),
+        "calls_left_running": int(float(running.rsplit(" ", 1)[1])),
+        "counters_exact": exact,
+        "audit_findings": len(findings),
+    }
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""What the line itself costs: hops, empty rollouts, rollouts per second, a thousand in one process, a page of a million.
+"""What the line itself costs: hops, empty rollouts, rollouts per second, a thousand at once, a page of a million.
 
     python benchmarks/line.py [--json FILE] [--quick] [--only PART]...
 

@@ -29,7 +29,8 @@ from pipeline.envelope import Envelope, Task, check_task, encode, encode_compres
 from pipeline.errors import Incomplete, MemoryHigh, QueueFull, RedisUnavailable, TaskError
 from pipeline.inspect import attempts_of, counts, depth, fields_of, where, workers
 from pipeline.keeper import Keeper
-from pipeline.queue import Popped, Queue
+from pipeline.leases import Popped
+from pipeline.queue import Queue
 from pipeline.results import Batch, Group, Rollout, read
 
 log = logging.getLogger(__name__)

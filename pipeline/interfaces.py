@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypedDict, runt
 
 from pydantic import BaseModel
 
-from pipeline.trajectory import TrajectoryBuilder
+from pipeline.builder import TrajectoryBuilder
 
 
 class Message(TypedDict, total=False):

@@ -9,7 +9,8 @@ from collections.abc import Iterable
 import redis
 from redis.exceptions import RedisError
 
-from pipeline.queue import Popped, Queue
+from pipeline.leases import Popped
+from pipeline.queue import Queue
 from pipeline.scripts import run_script
 
 log = logging.getLogger(__name__)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import time
@@ -12,6 +13,9 @@ from pipeline.envelope import WORKING, Envelope, decode, encode, rollout_id
 from pipeline.errors import EnvelopeError, TaskError
 from pipeline.inspect import fields_of
 from pipeline.queue import Queue
+
+PAGE = 500
+"""Letters that are read at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,9 +40,12 @@ async def letters(queue: Queue, stage: str = "", start: int = 0, count: int = 50
         flat = [part for row in rows for part in row] if rows and isinstance(rows[0], list | tuple) else rows
         found += [(float(score), id.decode(), name) for id, score in zip(flat[::2], flat[1::2], strict=True)]
     found.sort(reverse=True)
-    return [
-        letter for died, id, name in found[start : start + count] if (letter := await _letter(queue, id, name, died))
-    ]
+    out: list[Letter] = []
+    for at in range(start, min(start + count, len(found)), PAGE):
+        page = found[at : min(at + PAGE, start + count)]
+        read = await asyncio.gather(*(_letter(queue, id, name, died) for died, id, name in page))
+        out += [letter for letter in read if letter is not None]
+    return out
 
 
 async def _letter(queue: Queue, id: str, stage: str, died: float) -> Letter | None:

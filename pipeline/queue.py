@@ -41,24 +41,20 @@ import asyncio
 import json
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import redis.asyncio
 from redis.exceptions import (
     ConnectionError as RedisConnectionError,
-)
-from redis.exceptions import (
     OutOfMemoryError,
     ResponseError,
-)
-from redis.exceptions import (
     TimeoutError as RedisTimeout,
 )
 
 from pipeline.config import Config
 from pipeline.envelope import SCHEMA, WORKING
 from pipeline.errors import ConfigError, MemoryHigh, QueueFull, RedisUnavailable
+from pipeline.leases import Claim, Failure, Popped, Ticked, read_beat, read_claim, read_tick, text_of
 from pipeline.scripts import Pipeliner, script_call
 
 T = TypeVar("T")
@@ -67,56 +63,8 @@ AWAY = (RedisConnectionError, RedisTimeout, ConnectionError, TimeoutError)
 """What a command raises while Redis is away: nobody knows whether it ran, so it is sent again."""
 
 
-class Claim(NamedTuple):
-    """One lease: what a worker needs to begin."""
-
-    id: str
-    token: str
-    attempt: int
-    losses: int
-    alone: bool
-    envelope: bytes
-    payload_token: str
-    payload: bytes
-    waited: float
-    worked: float
-    task: bytes
-
-
-class Popped(NamedTuple):
-    """One finished rollout in a consumer's hands."""
-
-    id: str
-    token: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ticked:
-    """What a tick did."""
-
-    expired: int
-    failed: int
-    promoted: int
-    blind: bool
-    over: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
-    """How an attempt ended without a result.
-
-    `mode`: attempt (counts against retry.attempts), loss (against retry.losses), fatal (ends the rollout), back (given
-    back; counts nothing). `delay` seconds until it may be claimed again. `to`: "init" where RUN's sandbox is gone.
-    """
-
-    mode: str
-    kind: str
-    why: str
-    delay: float = 0.0
-    to: str = ""
-    log: str = ""
-    host: str = ""
-    exit_code: str = ""
+MEMORY_SEEN = 0.2
+"""Seconds for which a look at the server's memory holds: a trainer enqueues thousands of tasks in one go."""
 
 
 class Queue:
@@ -130,6 +78,8 @@ class Queue:
         self.pipe = Pipeliner(client)
         self.dead_seconds = int(config.keep.dead_days * 86400)
         self.lease_ms = int(config.lease.seconds * 1000)
+        self._memory_seen = float("-inf")
+        self._memory_high = False
 
     def key(self, *parts: str) -> str:
         return ":".join((self.prefix, *parts))
@@ -189,14 +139,17 @@ class Queue:
         return int(info["used_memory"]), int(info.get("maxmemory", 0))
 
     async def memory_high(self) -> bool:
-        """Above the memory mark? A server that does not tell (fakeredis) never is."""
-        if self.config.memory.high <= 0:
-            return False
+        """Above the memory mark, as of at most MEMORY_SEEN ago? A server that does not tell (fakeredis) never is."""
+        clock = asyncio.get_running_loop().time()
+        if clock - self._memory_seen < MEMORY_SEEN:
+            return self._memory_high
         try:
             used, limit = await self.memory()
         except ResponseError:
-            return False
-        return limit > 0 and used > self.config.memory.high * limit
+            used, limit = 0, 0
+        self._memory_seen = clock
+        self._memory_high = limit > 0 and used > self.config.memory.high * limit
+        return self._memory_high
 
     async def enqueue(
         self,
@@ -237,7 +190,7 @@ class Queue:
         """Lease up to n finished rollouts of a lane for `lease` seconds."""
         args = ("done", n, int(lease * 1000), consumer, nonce or uuid.uuid4().hex, 0, lane, 1)
         rows = await self._verb("claim", *args)
-        return [Popped(_text(row[0]), _text(row[1])) for row in rows]
+        return [Popped(text_of(row[0]), text_of(row[1])) for row in rows]
 
     async def pop_groups(
         self, lane: str, n: int, consumer: str, lease: float, nonce: str | None = None
@@ -246,7 +199,7 @@ class Queue:
         args = (lane, n, int(lease * 1000), consumer, nonce or uuid.uuid4().hex)
         groups: dict[str, list[Popped]] = {}
         for group, id, token in await self._verb("claim_groups", *args):
-            groups.setdefault(_text(group), []).append(Popped(_text(id), _text(token)))
+            groups.setdefault(text_of(group), []).append(Popped(text_of(id), text_of(token)))
         return list(groups.items())
 
     async def take(self, popped: Iterable[Popped]) -> list[str]:
@@ -254,7 +207,7 @@ class Queue:
         flat = [item for pair in popped for item in pair]
         if not flat:
             return []
-        return [_text(reply) for reply in await self._verb("take", int(self.config.keep.gone_hours * 3600), *flat)]
+        return [text_of(reply) for reply in await self._verb("take", int(self.config.keep.gone_hours * 3600), *flat)]
 
     async def hand_back(self, popped: Iterable[Popped]) -> int:
         """Give popped rollouts back at once; returns how many went back."""
@@ -266,7 +219,7 @@ class Queue:
         replies: list[str] = []
         for at in range(0, len(ids), 500):
             page = await self._verb("cancel", why, self.dead_seconds, *ids[at : at + 500])
-            replies.extend(_text(reply) for reply in page)
+            replies.extend(text_of(reply) for reply in page)
         return replies
 
     # -- the worker's side -------------------------------------------------------------------------------------------
@@ -274,7 +227,7 @@ class Queue:
     async def claim(self, stage: str, n: int, worker: str, nonce: str | None = None) -> list[Claim]:
         """Lease up to n rollouts of a stage; lanes by weight, the oldest group first."""
         args = self._claim_arguments(stage, n, worker, nonce or uuid.uuid4().hex)
-        return [_claim(row) for row in await self._verb("claim", *args)]
+        return [read_claim(row) for row in await self._verb("claim", *args)]
 
     async def claim_at_bell(
         self, client: redis.asyncio.Redis, seconds: float, stage: str, n: int, worker: str, nonce: str
@@ -290,7 +243,7 @@ class Queue:
             _, reply = await pipe.execute(raise_on_error=False)
         except AWAY:
             return None
-        return None if isinstance(reply, Exception) else [_claim(row) for row in reply]
+        return None if isinstance(reply, Exception) else [read_claim(row) for row in reply]
 
     def _claim_arguments(self, stage: str, n: int, worker: str, nonce: str) -> tuple[Any, ...]:
         lanes = [item for pair in self.config.line.lanes.items() for item in pair]
@@ -343,7 +296,7 @@ class Queue:
             stage, id, token, next_stage, envelope, token if written or payload is not None else "", payload or b"",
             restart, record, int(worked * 1000), result, self.dead_seconds, sandbox,
         )  # fmt: skip
-        return _text(await self._verb("commit", *args))
+        return text_of(await self._verb("commit", *args))
 
     async def fail(
         self, stage: str, id: str, token: str, failure: Failure, *, record: str = "", worked: float = 0.0
@@ -355,7 +308,7 @@ class Queue:
             failure.log[-4096:], failure.host, failure.exit_code,
         )  # fmt: skip
         status, attempts, losses = await self._verb("fail", *args)
-        return _text(status), int(attempts), int(losses)
+        return text_of(status), int(attempts), int(losses)
 
     def beat_arguments(
         self, worker: str, about: dict[str, Any] | None, held: Iterable[tuple[str, str, str]]
@@ -378,24 +331,3 @@ class Queue:
     async def tick(self) -> Ticked:
         """Upkeep: expire leases, promote delayed rollouts, end what is over its time."""
         return read_tick(await self._verb("tick", *self.tick_arguments()))
-
-
-def read_beat(reply: Sequence[Any]) -> list[str | int]:
-    return [item if isinstance(item, int) else _text(item) for item in reply]
-
-
-def read_tick(reply: Sequence[Any]) -> Ticked:
-    expired, failed, promoted, blind, over = map(int, reply)
-    return Ticked(expired=expired, failed=failed, promoted=promoted, blind=bool(blind), over=over)
-
-
-def _claim(row: Sequence[Any]) -> Claim:
-    id, token, attempt, losses, alone, envelope, payload_token, payload, waited, worked, task = row
-    return Claim(
-        _text(id), _text(token), int(attempt), int(losses), alone == b"1", bytes(envelope), _text(payload_token),
-        bytes(payload), int(waited) / 1000, int(worked) / 1000, bytes(task),
-    )  # fmt: skip
-
-
-def _text(value: Any) -> str:
-    return value.decode() if isinstance(value, bytes) else str(value)

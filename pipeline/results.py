@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pipeline import wire
 from pipeline.envelope import Envelope, Payload, decode, decode_compressed
 from pipeline.errors import EnvelopeError
-from pipeline.queue import Popped
+from pipeline.leases import Popped
 from pipeline.trajectory import Trajectory
 
 Outcome = Literal["scored", "failed", "cancelled"]

@@ -24,8 +24,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 from redis.retry import Retry
 
-from pipeline import server_files as files
-from pipeline import server_process as process
+from pipeline import server_files as files, server_process as process
 from pipeline.config import Config
 from pipeline.errors import ConfigError, RedisUnavailable
 from pipeline.server_files import State

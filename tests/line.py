@@ -1,4 +1,4 @@
-"""Short ways to say what a test does to a line: enqueue made-up rollouts, let a lease run out, look for what is left."""
+"""Short ways to say what a test does to a line: enqueue made-up rollouts, let a lease run out, see what is left."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import fnmatch
 from typing import Any
 
 from pipeline.envelope import Envelope, Stage, Task, encode, encode_compressed, rollout_id
-from pipeline.queue import Claim, Failure, Popped, Queue
+from pipeline.leases import Claim, Failure, Popped
+from pipeline.queue import Queue
 
 # What may stay when a line is empty: each has a bound of its own (`pipeline/queue.py` says which).
 BOUNDED = (

@@ -22,8 +22,8 @@ from pipeline.errors import (
     TaskError,
     WorkerLost,
 )
+from pipeline.leases import Claim, Failure
 from pipeline.log import AttemptLog
-from pipeline.queue import Claim, Failure
 from workers.children import ChildDied, Children
 from workers.clock import WorkingClock
 from workers.stages import Done, Job, process, sandbox_text

@@ -19,7 +19,8 @@ from pipeline.config import Config
 from pipeline.connection import check, connect, connect_sync
 from pipeline.envelope import Stage
 from pipeline.errors import LineError, RedisUnavailable, Stale, WorkerLost
-from pipeline.queue import Claim, Failure, Queue
+from pipeline.leases import Claim, Failure
+from pipeline.queue import Queue
 from workers.attempt import Attempt
 from workers.children import Children
 from workers.metrics import Metrics

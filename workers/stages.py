@@ -12,12 +12,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import handlers
+from pipeline.builder import TrajectoryBuilder
 from pipeline.config import Config
 from pipeline.envelope import Envelope, Payload, Stage, Task
 from pipeline.errors import GraderError, HandlerError, LineError
 from pipeline.interfaces import AgentHandler, Context, Policy, Reward
 from pipeline.log import AttemptLog
-from pipeline.trajectory import TrajectoryBuilder
 from workers.clock import WorkingClock
 
 
@@ -90,8 +90,9 @@ class Workshop:
                 return ""
         return self._digests[name]
 
-    def policy_for(self, clock: WorkingClock) -> Policy | None:
-        return self.policy.bound(clock) if self.policy is not None else None
+    def policy_for(self, job: Job, clock: WorkingClock) -> Policy | None:
+        """The policy as one attempt sees it: its calls stop that attempt's clock and carry its name."""
+        return self.policy.bound(clock, f"{job.id}-{job.token}") if self.policy is not None else None
 
     def need_driver(self) -> Driver:
         if self.driver is None:
@@ -155,7 +156,7 @@ async def _call(
         return await shop.children.method(job, method, log)
     session = await shop.need_driver().open(reference) if reference is not None else None
     ctx = context(job, handler, log, shop.config.policy.max_turns)
-    ctx.sandbox, ctx._policy = session, shop.policy_for(clock)
+    ctx.sandbox, ctx._policy = session, shop.policy_for(job, clock)
     ctx.deadline = clock.limit
     try:
         answer = function(ctx)

@@ -18,7 +18,8 @@ from typing import Any
 import redis
 from redis.exceptions import RedisError, ResponseError
 
-from pipeline.queue import AWAY, Queue, read_beat, read_tick
+from pipeline.leases import read_beat, read_tick
+from pipeline.queue import AWAY, Queue
 from pipeline.scripts import run_script
 
 log = logging.getLogger(__name__)

@@ -60,8 +60,7 @@ class Progress:
     """A bar on stderr where that is a terminal, else a line now and then."""
 
     def __init__(self, total: int, what: str) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-        from rich.progress import Progress as Bar
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress as Bar, TextColumn, TimeElapsedColumn
 
         self._console = console(err=True)
         columns = (

@@ -1,4 +1,4 @@
-"""Handlers that behave badly on purpose. Each start of `run` is written down in the file `starts` (one line, appended)."""
+"""Handlers that behave badly on purpose. Each start of `run` is written down: a line at the end of file `starts`."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class LosingProxy:
         self.path = path
         self.target = target
         self.cut = cut
-        self.left = Counter({verb: times for verb in (*VERBS, "payload")})
+        self.left = Counter(dict.fromkeys((*VERBS, "payload"), times))
         self.lost: Counter[str] = Counter()
         self._marks = {scripts.sha(verb).encode(): verb for verb in VERBS}
         self._server: asyncio.Server | None = None

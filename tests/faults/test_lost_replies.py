@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,7 @@ async def test_a_lost_reply_of_each_verb(workers: Workers, tmp_path: Path, cut: 
             assert us.got.pop(cancelled).outcome == "cancelled"
             us.check_scored(ids + again)
             assert set(starts(log).values()) == {1}, "a lost reply makes no rollout run twice"
-            workers.stop()
+            await asyncio.to_thread(workers.stop)  # the proxy must go on meanwhile
             us.got[cancelled] = us.got[ids[0]]
             await us.check_empty()
         for verb in (*VERBS, "payload"):

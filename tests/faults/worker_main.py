@@ -25,7 +25,8 @@ from workers.loop import Worker
 from workers.upkeep import Upkeep
 
 GAPS = (
-    "claim-sent", "claimed", "working", "done", "written", "commit-sent", "committed", "after", "fail-sent", "beat", "tick",
+    "claim-sent", "claimed", "working", "done", "written", "commit-sent", "committed", "after", "fail-sent", "beat",
+    "tick",
 )  # fmt: skip
 
 

@@ -289,7 +289,8 @@ def test_head_is_quiet_and_what_was_not_written_comes_back(line: Line) -> None:
     reader.stdout.readline()
     reader.stdout.close()
     assert reader.wait(30) == 1
-    assert reader.stderr.read() == ""
+    with reader.stderr:
+        assert reader.stderr.read() == ""
     left = line.json("depth")["done"]["ready"]["train"]
     assert 40 <= left < 50
 

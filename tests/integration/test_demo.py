@@ -71,7 +71,9 @@ def test_a_task_file(place: Path) -> None:
 
 def test_a_folder_of_ones_own(place: Path) -> None:
     """The README's second step: init, change a line, try it, see it run."""
-    assert start(place, "init", ".").wait(30) == 0
+    made = start(place, "init", ".")
+    made.communicate(timeout=30)
+    assert made.returncode == 0
     code = place / "here" / "sums.py"
     code.write_text(code.read_text().replace('SIGN, RIGHT = "+", operator.add', 'SIGN, RIGHT = "*", operator.mul'))
     tried = start(place, "try", "sums:Sums")

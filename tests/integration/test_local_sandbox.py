@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -31,6 +32,11 @@ async def box(made: Driver) -> AsyncIterator[Session]:
     yield session
     await session.close()
     await made.discard(reference)
+
+
+def unique(seconds: int) -> str:
+    """A length for `sleep` that only this test uses, however many runs share the machine."""
+    return f"{seconds}.{os.getpid()}{secrets.randbelow(10**6)}"
 
 
 def running(word: str) -> list[int]:
@@ -100,11 +106,12 @@ async def test_git_log_needs_no_pager(box: Session) -> None:
 @pytest.mark.parametrize("tail", ["", " | cat", " & wait"])
 async def test_a_timed_out_command_is_killed_with_what_it_started(box: Session, tail: str) -> None:
     """H14: and the shell goes on with what it had."""
+    spin = f"qa_spin_h14_{unique(0)}"
     await box.bash("X=kept; sleep 788 & echo")
     began = time.monotonic()
-    output = await box.bash(f'echo begun; {sys.executable} -c "while True: pass" qa_spin_h14{tail}', 0.5)
+    output = await box.bash(f'echo begun; {sys.executable} -c "while True: pass" {spin}{tail}', 0.5)
     assert (output.text, output.exit_code, output.timed_out) == ("begun", None, True)
-    assert time.monotonic() - began < 4 and await gone("qa_spin_h14", 1)
+    assert time.monotonic() - began < 4 and await gone(spin, 1)
     assert await box.bash("echo $X; jobs -r | grep -c 'sleep 788'") == ("kept\n1", 0, False)
 
 
@@ -124,17 +131,22 @@ async def test_a_shell_that_does_not_come_back_is_replaced(box: Session) -> None
 
 
 @pytest.mark.parametrize(
-    "start", ["sleep 601 & echo up", "setsid sleep 601 & echo up", "nohup sleep 601 >log 2>&1 & echo up"]
+    "start", ["sleep {} & echo up", "setsid sleep {} & echo up", "nohup sleep {} >log 2>&1 & echo up"]
 )
-async def test_a_background_process_does_not_hold_the_call_and_ends_with_the_sandbox(made: Driver, start: str) -> None:
+async def test_a_background_process_does_not_hold_the_call_and_ends_with_the_sandbox(
+    made: Driver, tmp_path: Path, start: str
+) -> None:
     """H15."""
+    seconds = unique(600)
     session = await made.open(await made.prepare({}, "h15"))
-    began = time.monotonic()
-    assert await session.bash(start) == ("up", 0, False)
-    assert time.monotonic() - began < 2
-    assert (await session.bash("pgrep -fc '^sleep 601'")).text == "1"
-    await session.close()
-    assert await gone("601")
+    try:
+        began = time.monotonic()
+        assert await session.bash(start.format(seconds)) == ("up", 0, False)
+        assert time.monotonic() - began < 2
+        assert (await session.bash("echo next")).text == "next" and len(running(seconds)) == 1
+    finally:
+        await session.close()
+    assert await gone(seconds)
 
 
 async def test_much_output_keeps_its_head_and_its_tail(box: Session) -> None:
@@ -206,16 +218,17 @@ async def test_discard_ends_what_a_dead_worker_left(made: Driver, tmp_path: Path
         "async def main():\n"
         "    made = driver('local', sys.argv[1], 20)\n"
         "    box = await made.open(await made.prepare({}, 'dead'))\n"
-        "    await box.bash('setsid nohup sleep 603 >/dev/null 2>&1 & mkdir ../tmp/ro; chmod 0 ../tmp/ro; chmod 500 .')\n"
+        "    await box.bash(f'setsid nohup sleep {sys.argv[2]} >/dev/null 2>&1 & mkdir ../tmp/ro; chmod 0 ../tmp/ro')\n"
         "    os.kill(os.getpid(), 9)\n"
         "asyncio.run(main())\n"
     )
-    command = [sys.executable, "-c", code, str(tmp_path / "root")]
+    seconds = unique(600)
+    command = [sys.executable, "-c", code, str(tmp_path / "root"), seconds]
     died = await asyncio.to_thread(subprocess.run, command, capture_output=True, timeout=60)
-    assert died.returncode == -signal.SIGKILL and running("603")
+    assert died.returncode == -signal.SIGKILL and running(seconds)
     (left,) = await made.owned()
     await made.discard(left)
-    assert await gone("603") and not Path(left["path"]).exists()
+    assert await gone(seconds) and not Path(left["path"]).exists()
 
 
 async def test_fifty_sandboxes_at_once_do_not_mix(made: Driver) -> None:

@@ -13,6 +13,6 @@ from pipeline.queue import Queue
 
 @pytest.fixture
 async def queue() -> AsyncIterator[Queue]:
-    """The verbs on a server inside this process. `tests/integration/test_queue_real.py` runs the same tests for real."""
+    """The verbs on a server inside this process; tests/integration/test_queue_real.py runs the tests on a real one."""
     async with fakeredis.FakeAsyncRedis(server=fakeredis.FakeServer(), protocol=2) as client:
         yield Queue(client, Config())

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from pipeline.trajectory import Trajectory, TrajectoryBuilder
+from pipeline.builder import TrajectoryBuilder
+from pipeline.trajectory import Trajectory
 from workers import view
 from workers.dossier import Dossier
 from workers.view_html import page

@@ -8,7 +8,8 @@ import json
 import pytest
 
 from pipeline.inspect import attempts_of
-from pipeline.queue import Failure, Queue
+from pipeline.leases import Failure
+from pipeline.queue import Queue
 from tests import line
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.queue import Popped, Queue
+from pipeline.leases import Popped
+from pipeline.queue import Queue
 from tests import line
 
 

@@ -174,6 +174,14 @@ async def line(config: Config) -> AsyncIterator[Queue]:
         await client.aclose()
 
 
+def check_lane(config: Config, lane: str) -> None:
+    """Wrong use, unless the lane is one of the line's."""
+    if lane not in config.line.lanes:
+        raise click.UsageError(
+            f"lane {lane!r} is unknown (known: {', '.join(config.line.lanes)}); line.lanes names them"
+        )
+
+
 def say(data: Any) -> None:
     """One JSON document on stdout."""
     click.echo(json.dumps(data, ensure_ascii=False, default=str))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -11,9 +13,12 @@ import click
 
 from pipeline.config import Config
 from pipeline.envelope import Task
-from pipeline.errors import TaskError
+from pipeline.errors import ConfigError, TaskError
 from workers import jsonl
 from workers.cli.base import Command, json_option, say, settings
+
+TERMINATED = 128 + signal.SIGTERM
+"""The exit code that a shell gives to what SIGTERM ended."""
 
 BESIDE = "tasks.jsonl"
 """A handler's own tasks, where its folder has such a file."""
@@ -51,7 +56,9 @@ def demo(
     settings(ctx).logs()
     config = settings(ctx).config()
     url = policy or config.policy.url
+    need_tokenizer(config, url)
     tasks = tasks_for(handler, file, config, count)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))  # so that its processes are ended, as for Ctrl-C
     plan = Plan(config=config, handler=handler, tasks=tasks, samples=samples, workers=workers, policy=url, keep=keep)
     with run(plan) as outcome:
         totals = view_demo.summary(outcome)
@@ -60,6 +67,12 @@ def demo(
         else:
             view_demo.show(outcome, scripted=not url)
     ctx.exit(1 if totals["scored"] < totals["rollouts"] else 0)
+
+
+def need_tokenizer(config: Config, url: str) -> None:
+    """A real policy needs its own tokenizer: told before anything is started."""
+    if url and not config.policy.tokenizer:
+        raise ConfigError(f"policy.tokenizer is empty: give the folder of the tokenizer.json that {url} serves with")
 
 
 def tasks_for(handler: str, file: str | None, config: Config, count: int) -> list[Task]:
@@ -122,6 +135,7 @@ def attempt(
     config = settings(ctx).config()
     if policy:
         config = config.changed({"policy.url": policy})
+    need_tokenizer(config, config.policy.url)
     task = _one_task(handler, text, file, config)
     with ExitStack() as stack:
         answers = {} if config.policy.url else answers_of([task], config)

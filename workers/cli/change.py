@@ -11,7 +11,7 @@ from pipeline import letters
 from pipeline.config import Config
 from pipeline.errors import LineError
 from pipeline.queue import Queue
-from workers.cli.base import Command, complain, json_option, line, say, settings
+from workers.cli.base import Command, check_lane, complain, json_option, line, say, settings
 
 MEANING = {
     "REMOVED": "waited and ended at once", "ASKED": "in work: the worker was told", "DONE": "had ended already",
@@ -34,8 +34,8 @@ def cancel(
         raise click.UsageError("say which: ID..., --group G, --lane L or --all")
     settings(ctx).logs()
     config = settings(ctx).config()
-    if lane is not None and lane not in config.line.lanes:
-        raise click.UsageError(f"lane {lane!r} is unknown (known: {', '.join(config.line.lanes)})")
+    if lane is not None:
+        check_lane(config, lane)
     replies = asyncio.run(_cancel(config, list(ids), group, lane))
     counted = Counter(replies.values())
     if as_json:

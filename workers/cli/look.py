@@ -15,7 +15,7 @@ from pipeline.audit import audit as audit_line
 from pipeline.config import Config
 from pipeline.errors import TaskError
 from pipeline.queue import Queue
-from workers.cli.base import Command, json_option, line, say, settings, table
+from workers.cli.base import Command, check_lane, json_option, line, say, settings, table
 from workers.view import seconds
 
 T = TypeVar("T")
@@ -60,6 +60,7 @@ def depth(ctx: click.Context, as_json: bool) -> None:
 @click.pass_context
 def ls(ctx: click.Context, stage: str, state: str, lane: str, start: int, count: int, as_json: bool) -> None:
     """List rollouts of STAGE, in the order in which they will be taken."""
+    check_lane(settings(ctx).config(), lane)
     rows = read(ctx, lambda queue: inspect.page(queue, stage, state, lane, start, count))
     if as_json:
         say(rows)

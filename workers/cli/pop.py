@@ -17,7 +17,7 @@ from pipeline.envelope import WORKING
 from pipeline.errors import Incomplete
 from pipeline.queue import Queue
 from pipeline.results import Rollout
-from workers.cli.base import Command, complain, located, settings
+from workers.cli.base import Command, check_lane, complain, located, settings
 
 LISTED = 20
 """Rollouts that are named when less came than was asked for."""
@@ -53,8 +53,7 @@ def pop(
 
 
 async def _pop(config: Config, n: int, lane: str, timeout: float, groups: bool, arrays: bool, no_ack: bool) -> int:
-    if lane not in config.line.lanes:
-        raise click.UsageError(f"lane {lane!r} is unknown (known: {', '.join(config.line.lanes)})")
+    check_lane(config, lane)
     async with RolloutClient(config=config) as client:
         missing = None
         try:

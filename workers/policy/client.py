@@ -50,10 +50,6 @@ class Clock(Protocol):
     def paused(self, reason: str) -> AbstractContextManager[Any]: ...
 
 
-class Unavailable(Exception):
-    """No backend took the call: it may be repeated."""
-
-
 class VllmPolicy(Rendering):
     """The policy behind `url`. `context`: tokens of prompt and completion together that the server takes.
 
@@ -119,7 +115,7 @@ class VllmPolicy(Rendering):
         while True:
             try:
                 return await self._call(prompt_ids, settings)
-            except Unavailable as error:
+            except reply.Unavailable as error:
                 failed_at = time.monotonic() if failed_at is None else failed_at
                 await self._wait(failed_at, tries, str(error))
                 tries += 1
@@ -153,7 +149,7 @@ class VllmPolicy(Rendering):
             self._shared.spawn(self._abort(request_id))
             raise
         if status != 200:
-            raise _failure(status, reply.error_text(body), self.url)
+            raise reply.failure(status, body, self.url)
         answer = reply.read(body, request_id)
         self._shared.labels = answer.versions is not None
         count = len(answer.ids)
@@ -169,7 +165,7 @@ class VllmPolicy(Rendering):
         )
 
     async def _post(self, request_id: str, ids: Sequence[int], settings: dict[str, Any]) -> tuple[int, bytes]:
-        """Status and body of the one HTTP call. Raises Unavailable and PolicyError; a cancel closes the socket."""
+        """Status and body of the HTTP call. Raises reply.Unavailable and PolicyError; a cancel closes the socket."""
         params = {"stop_token_ids": list(self.stop_ids), **settings, "logprobs": 0}
         about = {"request_id": request_id, "model": self.model, "stream": False, "sampling_params": params}
         headers = {"Content-Type": "application/json", "X-Request-Id": request_id}
@@ -182,13 +178,13 @@ class VllmPolicy(Rendering):
         except aiohttp.InvalidURL as error:
             raise PolicyError(f"policy.url is {self.url!r}, no URL: {error}") from None
         except aiohttp.ConnectionTimeoutError as error:
-            raise Unavailable(f"no connection within {CONNECT_SECONDS} s") from error
+            raise reply.Unavailable(f"no connection within {CONNECT_SECONDS} s") from error
         except TimeoutError as error:
             raise PolicyError(
                 f"request {request_id}: no reply within {self.request_timeout} s (request_timeout)"
             ) from error
         except (aiohttp.ClientError, OSError) as error:
-            raise Unavailable(f"{type(error).__name__}: {error}") from error
+            raise reply.Unavailable(f"{type(error).__name__}: {error}") from error
 
     async def _version_at_dispatch(self) -> int:
         """The version before the call goes out, for servers whose replies do not label spans."""
@@ -291,16 +287,3 @@ async def _body(about: dict[str, Any], ids: Sequence[int]) -> AsyncIterator[byte
         text = orjson.dumps(part, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
         yield text if start == 0 else b"," + text
     yield b"]}"
-
-
-def _failure(status: int, message: str, url: str) -> Exception:
-    """What a status that is not 200 means for the rollout."""
-    if status in (429, 502, 503, 504):
-        return Unavailable(f"HTTP {status}: {message}")
-    if status in (400, 413, 422):
-        if reply.is_overlong(message):
-            return ContextFull(f"the server says: {message}")
-        return TaskError(f"the policy server refuses this request for good: {message}")
-    if status == 403:
-        return PolicyError(f"{url}: HTTP 403: {message} (start vLLM with --enable-scale-out)")
-    return PolicyError(f"{url}: HTTP {status}: {message}")

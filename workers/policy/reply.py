@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from pipeline.errors import PolicyReplyError
+from pipeline.errors import ContextFull, PolicyError, PolicyReplyError, TaskError
 
 REASONS = ("stop", "length", "abort")
 NO_EVIDENCE = -9999.0
@@ -17,6 +17,10 @@ NO_EVIDENCE = -9999.0
 
 _OVERLONG = re.compile(r"maximum (context|model) length|max_model_len|longer than the maximum", re.IGNORECASE)
 _NUMBER = re.compile(r"(\d+)$")
+
+
+class Unavailable(Exception):
+    """No backend took the call: it may be repeated."""
 
 
 class Reply(NamedTuple):
@@ -118,3 +122,17 @@ def error_text(body: bytes) -> str:
 def is_overlong(message: str) -> bool:
     """Whether a 400 says that the prompt does not fit the server's window."""
     return bool(_OVERLONG.search(message))
+
+
+def failure(status: int, body: bytes, url: str) -> Exception:
+    """The error that a status other than 200 means for the rollout."""
+    message = error_text(body)
+    if status in (429, 502, 503, 504):
+        return Unavailable(f"HTTP {status}: {message}")
+    if status in (400, 413, 422):
+        if is_overlong(message):
+            return ContextFull(f"the server says: {message}")
+        return TaskError(f"the policy server refuses this request for good: {message}")
+    if status == 403:
+        return PolicyError(f"{url}: HTTP 403: {message} (start vLLM with --enable-scale-out)")
+    return PolicyError(f"{url}: HTTP {status}: {message}")

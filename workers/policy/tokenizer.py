@@ -90,8 +90,7 @@ def make(folder: str | Path, vocabulary: int = VOCABULARY) -> Tokenizer:
 
     Writes `tokenizer.json` into `folder`, whole or not at all. The same Python gives the same tokenizer.
     """
-    from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
-    from tokenizers import Tokenizer as Raw
+    from tokenizers import AddedToken, Regex, Tokenizer as Raw, decoders, models, pre_tokenizers, trainers
 
     raw = Raw(models.BPE())
     split = pre_tokenizers.Split(Regex(_SPLIT), "isolated")

@@ -1,0 +1,80 @@
+"""What the queue's verbs take and give: claims, popped leases, failures; and how the scripts' replies are read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+
+class Claim(NamedTuple):
+    """One lease: what a worker needs to begin."""
+
+    id: str
+    token: str
+    attempt: int
+    losses: int
+    alone: bool
+    envelope: bytes
+    payload_token: str
+    payload: bytes
+    waited: float
+    worked: float
+    task: bytes
+
+
+class Popped(NamedTuple):
+    """One finished rollout in a consumer's hands."""
+
+    id: str
+    token: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ticked:
+    """What a tick did."""
+
+    expired: int
+    failed: int
+    promoted: int
+    blind: bool
+    over: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """How an attempt ended without a result.
+
+    `mode`: attempt (counts against retry.attempts), loss (against retry.losses), fatal (ends the rollout), back (given
+    back; counts nothing). `delay` seconds until it may be claimed again. `to`: "init" where RUN's sandbox is gone.
+    """
+
+    mode: str
+    kind: str
+    why: str
+    delay: float = 0.0
+    to: str = ""
+    log: str = ""
+    host: str = ""
+    exit_code: str = ""
+
+
+def read_beat(reply: Sequence[Any]) -> list[str | int]:
+    return [item if isinstance(item, int) else text_of(item) for item in reply]
+
+
+def read_tick(reply: Sequence[Any]) -> Ticked:
+    expired, failed, promoted, blind, over = map(int, reply)
+    return Ticked(expired=expired, failed=failed, promoted=promoted, blind=bool(blind), over=over)
+
+
+def read_claim(row: Sequence[Any]) -> Claim:
+    id, token, attempt, losses, alone, envelope, payload_token, payload, waited, worked, task = row
+    return Claim(
+        text_of(id), text_of(token), int(attempt), int(losses), alone == b"1", bytes(envelope), text_of(payload_token),
+        bytes(payload), int(waited) / 1000, int(worked) / 1000, bytes(task),
+    )  # fmt: skip
+
+
+def text_of(value: Any) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)
