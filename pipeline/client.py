@@ -64,6 +64,7 @@ class RolloutClient:
         self._outstanding: dict[str, str] = {}
         self._tasks: dict[str, tuple[Task, dict[str, Any]]] = {}
         self._popping = asyncio.Lock()
+        self._ticked = self._asked = time.monotonic()
 
     async def __aenter__(self) -> Self:
         await self.open()
@@ -86,9 +87,9 @@ class RolloutClient:
         """Give back what is popped and not acked, and disconnect."""
         if self._keeper is not None:
             left = self._keeper.stop()
-            if left:
-                await self.queue.hand_back(left)
             self._keeper = None
+            if left:
+                await self._hand_back(left)
         await self._client.aclose()
 
     # -- in ----------------------------------------------------------------------------------------------------------
@@ -102,10 +103,7 @@ class RolloutClient:
         nothing enqueued, and QueueFull or MemoryHigh (after `wait` seconds of trying): the tasks before the refused one
         are in, the refused one is not.
         """
-        if lane not in self.config.line.lanes:
-            raise TaskError(
-                f"lane {lane!r} is unknown (known: {', '.join(self.config.line.lanes)}); line.lanes names them"
-            )
+        self._check_lane(lane)
         if samples < 1:
             raise TaskError(f"samples is {samples}: a group has at least 1 sample")
         if not -1_000_000 <= priority <= 1_000_000:
@@ -162,20 +160,29 @@ class RolloutClient:
             deadline=task.deadline,
         )  # fmt: skip
 
+    def _check_lane(self, lane: str) -> None:
+        if lane not in self.config.line.lanes:
+            raise TaskError(
+                f"lane {lane!r} is unknown (known: {', '.join(self.config.line.lanes)}); line.lanes names them"
+            )
+
     # -- out ---------------------------------------------------------------------------------------------------------
 
     async def pop(self, n: int, timeout: float | None = None, lane: str = "train") -> Batch:
         """Lease n finished rollouts of a lane, oldest group first, whatever their outcome.
 
         Raises Incomplete after `timeout` seconds: it says n of m, each missing id and why, and holds what came in
-        `.batch`. A pop that is cancelled, or that fails otherwise, gives back what it held.
+        `.batch`; RedisUnavailable where Redis is away for that long. A pop that is cancelled, or that fails otherwise,
+        gives back what it held.
         """
+        self._check_lane(lane)
         batch = Batch((), ())
         async with self._popping, contextlib.AsyncExitStack() as undo:
             undo.push_async_callback(lambda: self._give_back(batch))
             async with contextlib.aclosing(self._ticks(timeout, lane)) as ticks:
                 async for _ in ticks:
-                    leases = await self.queue.pop(lane, n - len(batch), self.name, self.config.lease.done_seconds)
+                    lease = self.config.lease.done_seconds
+                    leases = await self.queue.pop(lane, n - len(batch), self.name, lease, patience=timeout)
                     if leases:
                         batch = batch + await self._read(leases)
                     if len(batch) >= n:
@@ -191,13 +198,15 @@ class RolloutClient:
         A lane is popped by rollouts or by groups, not by both: of a group whose members were popped singly only the
         rest comes.
         """
+        self._check_lane(lane)
         groups: list[Group] = []
         async with self._popping, contextlib.AsyncExitStack() as undo:
             undo.push_async_callback(lambda: self._give_back(groups))
             async with contextlib.aclosing(self._ticks(timeout, lane)) as ticks:
                 async for _ in ticks:
                     lease = self.config.lease.done_seconds
-                    for group, leases in await self.queue.pop_groups(lane, n - len(groups), self.name, lease):
+                    found = await self.queue.pop_groups(lane, n - len(groups), self.name, lease, patience=timeout)
+                    for group, leases in found:
                         groups.append(Group(group, (await self._read(leases)).rollouts))
                     if len(groups) >= n:
                         undo.pop_all()
@@ -232,8 +241,12 @@ class RolloutClient:
         ids = list(_ids(popped))
         leases = self._keeper.leases(ids)
         self._keeper.forget(ids)
-        with contextlib.suppress(RedisUnavailable):
-            await self.queue.hand_back(leases)
+        await self._hand_back(leases)
+
+    async def _hand_back(self, leases: list[Popped]) -> None:
+        with contextlib.suppress(RedisUnavailable, TimeoutError):
+            async with asyncio.timeout(1.0):
+                await self.queue.hand_back(leases)
 
     def _forget(self, id: str) -> None:
         self._outstanding.pop(id, None)
@@ -246,7 +259,6 @@ class RolloutClient:
     async def _ticks(self, timeout: float | None, lane: str) -> AsyncGenerator[None, None]:
         """Turns of a pop: at once, then with each ring, until `timeout`. Lost rollouts are enqueued again meanwhile."""
         until = time.monotonic() + timeout if timeout is not None else None
-        asked = time.monotonic()
         bell = connect(self.config, blocking=True)
         try:
             while True:
@@ -254,13 +266,25 @@ class RolloutClient:
                 left = until - time.monotonic() if until is not None else 1.0
                 if left <= 0:
                     return
-                if time.monotonic() - asked > ASK_EVERY:
-                    asked = time.monotonic()
-                    await self.restore()
                 key = self.queue.key("bell", "done", lane)
-                await self.queue.wait_for_bell(bell, key, min(1.0, max(0.01, left)))
+                wait = min(1.0, self.config.lease.tick, max(0.01, left))
+                await self.queue.wait_for_bell(bell, key, wait, patience=timeout)
+                await self._upkeep()
         finally:
             await bell.aclose()
+
+    async def _upkeep(self) -> None:
+        """What is due while a pop waits; the times are the client's, so that many short pops do it too."""
+        now = time.monotonic()
+        if now - self._ticked > self.config.lease.tick:
+            self._ticked = now
+            await self.queue.tick()  # where no worker lives, nobody else gives a dead trainer's batch back
+        if now - self._asked > ASK_EVERY:
+            self._asked = now
+            try:
+                await self.restore()
+            except (MemoryHigh, QueueFull) as error:
+                log.warning("what the server lost can't be enqueued again now: %s", error)
 
     async def _read(self, leases: Sequence[Popped]) -> Batch:
         """Records of leased rollouts; the leases are kept alive from here on."""
@@ -283,7 +307,7 @@ class RolloutClient:
     async def _incomplete(
         self, batch: Any, wanted: int, got: int, what: str, lane: str, timeout: float | None
     ) -> Incomplete:
-        popped = set(_ids(batch))
+        popped = set(_ids(batch)) | (self._keeper.ids() if self._keeper else set())
         ids = [id for id, of in self._outstanding.items() if of == lane and id not in popped]
         found = await where(self.queue, ids[:PAGE]) if ids else {}
         missing = {id: found[id].why if id in found else "the server has no record of it" for id in ids[:PAGE]}
@@ -312,13 +336,17 @@ class RolloutClient:
         ids = [id for id in self._outstanding if id not in popped]  # what the trainer has is not wanted once more
         for at in range(0, len(ids), PAGE):
             page = ids[at : at + PAGE]
-            known = await asyncio.gather(
-                *(self.queue.execute("EXISTS", self.queue.key("r", id), self.queue.key("gone", id)) for id in page)
-            )
+            there = await self._exist("r", page)
+            gone = await self._exist("gone", page)  # asked second: an ack leaves the tombstone as it takes the hash
             lost: dict[str, list[int]] = {}
-            for id, there in zip(page, known, strict=True):
+            for id in page:
                 group, _, sample = id.rpartition(".")
-                if not there and group in self._tasks:
+                if id in gone:  # another process of this trainer acked it
+                    self._forget(id)
+                elif id not in there and self._is_old(group):
+                    log.warning("the line knows nothing of %s, enqueued more than keep.gone_hours ago: forgotten", id)
+                    self._forget(id)
+                elif id not in there and group in self._tasks:
                     lost.setdefault(group, []).append(int(sample))
             for group, samples in lost.items():
                 task, about = self._tasks[group]
@@ -328,6 +356,15 @@ class RolloutClient:
                 "%d rollouts were unknown to the server (it came back without them) and are enqueued again", restored
             )
         return restored
+
+    async def _exist(self, kind: str, ids: Sequence[str]) -> set[str]:
+        found = await asyncio.gather(*(self.queue.execute("EXISTS", self.queue.key(kind, id)) for id in ids))
+        return {id for id, there in zip(ids, found, strict=True) if there}
+
+    def _is_old(self, group: str) -> bool:
+        """Enqueued so long ago that its tombstone may have expired: it is never enqueued again."""
+        _, about = self._tasks.get(group, (None, {"enqueued": 0.0}))
+        return time.time() - float(about["enqueued"]) > self.config.keep.gone_hours * 3600
 
     async def cancel(self, ids: Iterable[str], why: str = "cancelled by the trainer") -> dict[str, str]:
         """Cancel: REMOVED, ASKED (its worker was told), DONE (too late) or NONE; each still ends in a record."""

@@ -117,8 +117,9 @@ def from_map(cls: type[Message], value: Any, raw: bytes = b"") -> Message:
     name = cls.__name__
     if not isinstance(value, dict):
         raise EnvelopeError(f"expected a {name}, found a {type(value).__name__}", raw)
-    if value.get("schema") != SCHEMA:
-        raise EnvelopeError(f"{name} of schema {value.get('schema')!r}: this version reads {SCHEMA}", raw)
+    schema = value.get("schema")
+    if type(schema) is not int or schema != SCHEMA:
+        raise EnvelopeError(f"{name} of schema {schema!r:.80}: this version reads {SCHEMA}", raw)
     known = {item.name for item in fields(cls)} - {"extra"}
     named = {key: item for key, item in value.items() if key in known}
     for key, item in named.items():
@@ -161,10 +162,12 @@ def check_task(task: Task) -> None:
     except EnvelopeError as error:
         raise TaskError(str(error)) from None
     for name, value in task.limits.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
             raise TaskError(
                 f"Task.limits[{name!r}] is {value!r:.80}, wanted a number of seconds (or a count), 0 or more"
             )
+    if not 0 < len(task.handler) <= 200 or not task.handler.isprintable():
+        raise TaskError(f"Task.handler is {task.handler!r:.80}, wanted a name or module:Class, 1 to 200 characters")
     if task.id is not None and (not 0 < len(task.id) <= 200 or not task.id.isprintable()):
         raise TaskError(f"Task.id is {task.id!r:.80}, wanted 1 to 200 printable characters, or None")
     if task.deadline is not None and not math.isfinite(task.deadline):

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Iterable
 
 import redis
-from redis.exceptions import RedisError
 
 from pipeline.leases import Popped
 from pipeline.queue import Queue
@@ -62,7 +61,7 @@ class Keeper(threading.Thread):
             for at in range(0, len(held), 500):
                 try:
                     self._beat(held[at : at + 500])
-                except RedisError as error:
+                except Exception as error:  # a keeper that ended would let every popped lease run out
                     log.warning("popped rollouts can't be kept alive now (%s); it is tried again", error)
 
     def _beat(self, held: list[Popped]) -> None:

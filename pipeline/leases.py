@@ -78,3 +78,8 @@ def read_claim(row: Sequence[Any]) -> Claim:
 
 def text_of(value: Any) -> str:
     return value.decode() if isinstance(value, bytes) else str(value)
+
+
+def sendable(text: str) -> str:
+    """Text that UTF-8 can carry: a lone surrogate (of a file name that is no UTF-8) becomes its escape."""
+    return text.encode("utf-8", "backslashreplace").decode()

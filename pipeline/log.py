@@ -28,7 +28,10 @@ class AttemptLog(logging.LoggerAdapter[logging.Logger]):
 
     def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
         if level >= logging.INFO:
-            text = str(msg) % args if args else str(msg)
+            try:
+                text = logging.LogRecord("", level, "", 0, msg, args, None).getMessage()
+            except (TypeError, ValueError, KeyError):  # as everywhere in logging: a wrong format is shown, not raised
+                text = f"{msg} {args}"
             self.keep(f"{time.strftime('%H:%M:%S')} {logging.getLevelName(level).lower()} {text}\n")
         super().log(level, msg, *args, **kwargs)
 

@@ -45,8 +45,11 @@ from typing import Any, TypeVar
 
 import redis.asyncio
 from redis.exceptions import (
+    BusyLoadingError,
     ConnectionError as RedisConnectionError,
+    MasterDownError,
     OutOfMemoryError,
+    ReadOnlyError,
     ResponseError,
     TimeoutError as RedisTimeout,
 )
@@ -54,13 +57,22 @@ from redis.exceptions import (
 from pipeline.config import Config
 from pipeline.envelope import SCHEMA, WORKING
 from pipeline.errors import ConfigError, MemoryHigh, QueueFull, RedisUnavailable
-from pipeline.leases import Claim, Failure, Popped, Ticked, read_beat, read_claim, read_tick, text_of
+from pipeline.leases import Claim, Failure, Popped, Ticked, read_beat, read_claim, read_tick, sendable, text_of
 from pipeline.scripts import Pipeliner, script_call
 
 T = TypeVar("T")
 
 AWAY = (RedisConnectionError, RedisTimeout, ConnectionError, TimeoutError)
 """What a command raises while Redis is away: nobody knows whether it ran, so it is sent again."""
+
+REFUSING = ("LOADING", "MISCONF", "READONLY", "NOREPLICAS", "MASTERDOWN", "BUSY ", "UNBLOCKED")
+"""How the error of a server begins that takes no writes for now: it loads, its disk is full, it is a replica."""
+
+
+def refuses_for_now(error: ResponseError) -> bool:
+    """Whether the same command may work later: the server is there, but takes no writes."""
+    kinds = (ReadOnlyError, BusyLoadingError, MasterDownError)  # redis-py cuts the code off these
+    return isinstance(error, kinds) or str(error).startswith(REFUSING)
 
 
 MEMORY_SEEN = 0.2
@@ -75,6 +87,7 @@ class Queue:
         self.config = config
         self.prefix = "{" + config.line.name + "}"
         self.patience = patience
+        self.closing = float("inf")
         self.pipe = Pipeliner(client)
         self.dead_seconds = int(config.keep.dead_days * 86400)
         self.lease_ms = int(config.lease.seconds * 1000)
@@ -83,6 +96,10 @@ class Queue:
 
     def key(self, *parts: str) -> str:
         return ":".join((self.prefix, *parts))
+
+    def close_within(self, seconds: float) -> None:
+        """From now on, wait no longer than this for a Redis that is away: the process is to end."""
+        self.closing = asyncio.get_running_loop().time() + seconds
 
     async def outlast(self, call: Callable[[], Awaitable[T]], patience: float | None = None) -> T:
         """Repeat an idempotent call while Redis is away, for `patience` seconds (default: the queue's own)."""
@@ -93,26 +110,30 @@ class Queue:
             try:
                 return await call()
             except AWAY as error:
-                if loop.time() + wait > until:
+                if loop.time() + wait > min(until, self.closing):
                     raise RedisUnavailable(
                         f"Redis does not answer: {error}. Is it running? `rollout doctor` looks"
                     ) from error
             except ResponseError as error:
-                if not str(error).startswith("LOADING") or loop.time() > until:
+                if not refuses_for_now(error):
                     raise
+                if loop.time() + wait > min(until, self.closing):
+                    raise RedisUnavailable(f"Redis refuses to write: {error}. `rollout doctor` looks") from error
             await asyncio.sleep(wait)
             wait = min(wait * 1.6, 1.0)
 
-    async def _verb(self, verb: str, *args: Any) -> Any:
-        return await self.outlast(lambda: self.pipe.script(verb, self.prefix, *args))
+    async def _verb(self, verb: str, *args: Any, patience: float | None = None) -> Any:
+        return await self.outlast(lambda: self.pipe.script(verb, self.prefix, *args), patience)
 
-    async def wait_for_bell(self, client: redis.asyncio.Redis, key: str, timeout: float) -> None:
+    async def wait_for_bell(
+        self, client: redis.asyncio.Redis, key: str, timeout: float, patience: float | None = None
+    ) -> None:
         """Block on a doorbell with a client of its own (one that may block). Only a hint: returning proves nothing."""
 
         async def wait() -> None:
             await client.execute_command("BLPOP", key, timeout)  # type: ignore[no-untyped-call]
 
-        await self.outlast(wait)
+        await self.outlast(wait, patience)
 
     async def execute(self, *command: Any) -> Any:
         """One plain command, repeated while Redis is away: for reads and idempotent writes."""
@@ -122,8 +143,11 @@ class Queue:
 
     async def check_schema(self) -> int:
         """The line's schema number; a fresh line takes this version's. Raises ConfigError when they differ."""
-        await self.execute("SET", self.key("schema"), SCHEMA, "NX")
-        found = int(await self.execute("GET", self.key("schema")) or SCHEMA)
+        told = await self.execute("GET", self.key("schema"))
+        if told is None:  # asked first: a full server refuses every SET, and must still be popped from
+            await self.execute("SET", self.key("schema"), SCHEMA, "NX")
+            told = await self.execute("GET", self.key("schema"))
+        found = int(told or SCHEMA)
         if found != SCHEMA:
             newer = (
                 "upgrade this installation" if found > SCHEMA else "finish the line's work with the older version first"
@@ -186,19 +210,21 @@ class Queue:
             )
         return int(count)
 
-    async def pop(self, lane: str, n: int, consumer: str, lease: float, nonce: str | None = None) -> list[Popped]:
+    async def pop(
+        self, lane: str, n: int, consumer: str, lease: float, nonce: str | None = None, patience: float | None = None
+    ) -> list[Popped]:
         """Lease up to n finished rollouts of a lane for `lease` seconds."""
         args = ("done", n, int(lease * 1000), consumer, nonce or uuid.uuid4().hex, 0, lane, 1)
-        rows = await self._verb("claim", *args)
+        rows = await self._verb("claim", *args, patience=patience)
         return [Popped(text_of(row[0]), text_of(row[1])) for row in rows]
 
     async def pop_groups(
-        self, lane: str, n: int, consumer: str, lease: float, nonce: str | None = None
+        self, lane: str, n: int, consumer: str, lease: float, nonce: str | None = None, patience: float | None = None
     ) -> list[tuple[str, list[Popped]]]:
         """Lease up to n complete groups of a lane: (group, its members that are not acked)."""
         args = (lane, n, int(lease * 1000), consumer, nonce or uuid.uuid4().hex)
         groups: dict[str, list[Popped]] = {}
-        for group, id, token in await self._verb("claim_groups", *args):
+        for group, id, token in await self._verb("claim_groups", *args, patience=patience):
             groups.setdefault(text_of(group), []).append(Popped(text_of(id), text_of(token)))
         return list(groups.items())
 
@@ -218,7 +244,7 @@ class Queue:
         """REMOVED (it waited), ASKED (its worker was told), DONE (too late) or NONE (unknown) for each id."""
         replies: list[str] = []
         for at in range(0, len(ids), 500):
-            page = await self._verb("cancel", why, self.dead_seconds, *ids[at : at + 500])
+            page = await self._verb("cancel", sendable(why), self.dead_seconds, *ids[at : at + 500])
             replies.extend(text_of(reply) for reply in page)
         return replies
 
@@ -252,16 +278,14 @@ class Queue:
     async def write_payload(self, id: str, token: str, data: bytes, life: float) -> None:
         """Write a payload under its token; it expires after `life` seconds unless a commit makes it stay.
 
-        A refusal for memory is outlasted like an outage: a finished rollout is never thrown away for memory.
+        A refusal for memory is repeated for ever: a finished rollout is never thrown away for memory.
         """
-
-        async def write() -> None:
+        while True:
             try:
-                await self.pipe.execute("SET", self.key("p", id, token), data, "EX", max(1, int(life)))
-            except OutOfMemoryError as error:
-                raise RedisConnectionError(str(error)) from error
-
-        await self.outlast(write)
+                await self.execute("SET", self.key("p", id, token), data, "EX", max(1, int(life)))
+                return
+            except OutOfMemoryError:
+                await asyncio.sleep(0.5)
 
     async def read_payload(self, id: str, token: str) -> bytes | None:
         data = await self.execute("GET", self.key("p", id, token))
@@ -304,8 +328,8 @@ class Queue:
         """End an attempt without a result: (READY, DELAYED, FAILED, CANCELLED, AGAIN or STALE, attempts, losses)."""
         args = (
             stage, id, token, failure.mode, int(failure.delay * 1000), failure.to, self.config.retry.attempts,
-            self.config.retry.losses, failure.kind, failure.why, record, int(worked * 1000), self.dead_seconds,
-            failure.log[-4096:], failure.host, failure.exit_code,
+            self.config.retry.losses, failure.kind, sendable(failure.why), record, int(worked * 1000),
+            self.dead_seconds, sendable(failure.log[-4096:]), failure.host, failure.exit_code,
         )  # fmt: skip
         status, attempts, losses = await self._verb("fail", *args)
         return text_of(status), int(attempts), int(losses)

@@ -123,6 +123,8 @@ def read(popped: Popped, fields: dict[str, bytes], attempts: list[dict[str, Any]
             raise EnvelopeError(f"the payload that {text('payload')} committed is not there")
         content = decode_compressed(Payload, payload) if payload else Payload()
         result = wire.unpack(fields["result"]) if outcome == "scored" else {}
+        if not isinstance(result, dict):
+            raise EnvelopeError(f"its result is a {type(result).__name__}, no map")
     except (EnvelopeError, KeyError) as error:
         failure = failure or Failed(kind="envelope", stage="done", why=f"its record does not decode: {error}")
         group = text("group")

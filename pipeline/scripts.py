@@ -83,6 +83,8 @@ class Pipeliner:
                 replies = await self._round_trip([command for command, _ in batch])
             except (RedisError, OSError) as error:
                 replies = [error] * len(batch)
+            except Exception as error:  # one can't be sent (a lone surrogate): its neighbours must not wait for ever
+                replies = [error] if len(batch) == 1 else [await self._alone(command) for command, _ in batch]
             except asyncio.CancelledError:
                 for _, future in batch:
                     future.cancel()
@@ -94,6 +96,13 @@ class Pipeliner:
                     future.set_exception(reply)
                 else:
                     future.set_result(reply)
+
+    async def _alone(self, command: Command) -> Any:
+        """One command's reply, or what it raised."""
+        try:
+            return (await self._round_trip([command]))[0]
+        except Exception as error:
+            return error
 
     async def _round_trip(self, commands: list[Command]) -> list[Any]:
         if len(commands) == 1:

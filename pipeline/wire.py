@@ -106,4 +106,7 @@ def expand(data: bytes) -> Any:
         plain = zstandard.ZstdDecompressor().decompress(data)
     except zstandard.ZstdError as error:
         raise EnvelopeError(f"a payload of {len(data)} bytes does not decompress: {error}", raw=data) from error
-    return unpack(plain)
+    try:
+        return unpack(plain)
+    except EnvelopeError as error:
+        raise EnvelopeError(str(error), raw=data) from error

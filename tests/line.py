@@ -92,7 +92,10 @@ async def leftovers(queue: Queue) -> list[str]:
     bad = []
     for raw in await queue.execute("KEYS", f"{queue.prefix}:*"):
         name = raw.decode().removeprefix(f"{queue.prefix}:")
-        lasting = int(await queue.execute("TTL", raw)) < 0
+        life = int(await queue.execute("TTL", raw))
+        if life == -2:  # it went while we looked
+            continue
+        lasting = life < 0
         known = any(fnmatch.fnmatchcase(name, pattern) for pattern in BOUNDED)
         forever = lasting and any(fnmatch.fnmatchcase(name, pattern) for pattern in EXPIRING)
         expires = name.startswith(("p:", "t:")) and not lasting

@@ -34,6 +34,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger("attempt")
 
 
+WHY_CHARACTERS = 4000
+"""Of an error's sentence; some carry a whole file, and it would lie in Redis three times."""
+
+
+def short(text: str) -> str:
+    """The text, its middle left out where it is longer than WHY_CHARACTERS."""
+    half = WHY_CHARACTERS // 2
+    return text if len(text) <= WHY_CHARACTERS else f"{text[:half]} … ({len(text)} characters) … {text[-half:]}"
+
+
 class Attempt:
     """One lease of one rollout in this process."""
 
@@ -134,7 +144,7 @@ class Attempt:
         if raw is None:
             raise EnvelopeError(f"the task of group {envelope.group} is not there: nothing says what to do")
         payload = Payload()
-        if claim.payload_token:
+        if claim.payload_token and self.stage is not Stage.INIT:  # back at INIT, it begins anew
             data = claim.payload or await queue.read_payload(claim.id, claim.payload_token)
             if data is None:
                 raise EnvelopeError(f"the payload that {claim.payload_token} committed is not there")
@@ -195,13 +205,13 @@ class Attempt:
             "STALE": "but its lease is no longer ours", "AGAIN": "which the line knew already",
         }[status]  # fmt: skip
         level = logging.ERROR if status == "FAILED" else logging.INFO if status == "CANCELLED" else logging.WARNING
-        self.log.log(level, "%s: %s; %s (attempts %d, losses %d)", failure.kind, error, say, attempts, losses)
+        self.log.log(level, "%s: %s; %s (attempts %d, losses %d)", failure.kind, failure.why, say, attempts, losses)
         return status
 
     def failure(self, error: LineError) -> Failure:
         """How this error counts."""
         about: dict[str, Any] = {
-            "kind": error.kind, "why": str(error), "log": self.log.tail, "host": self.worker.host,
+            "kind": error.kind, "why": short(str(error)), "log": self.log.tail, "host": self.worker.host,
             "exit_code": str(getattr(error, "exit_code", "")),
         }  # fmt: skip
         if isinstance(error, Cancelled):

@@ -11,13 +11,15 @@ import logging
 import socket
 import struct
 import traceback
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import handlers
 from pipeline import wire
 from pipeline.config import Config
 from pipeline.envelope import Envelope, Payload, Stage, Task, from_map, to_map
-from pipeline.errors import HandlerError, LineError
+from pipeline.errors import Fatal, HandlerError, LineError, Retryable, WorkerLost
 from pipeline.interfaces import Reward
 from pipeline.log import AttemptLog
 from workers.stages import Done, Job, as_reward, collected, context, process, wrapped
@@ -81,9 +83,9 @@ def _method(request: dict[str, Any], log: AttemptLog) -> dict[str, Any]:
     ctx = context(job, handler, log, request["max_turns"])
     try:
         answer = getattr(handler, request["method"])(ctx)
-    except LineError:
+    except (Retryable, Fatal):
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise wrapped(job, error, log) from error
     reward = as_reward(job, answer) if request["method"] == "eval" else None
     return {"payload": to_map(collected(job, ctx)), "reward": reward_to_map(reward)}
@@ -94,6 +96,7 @@ async def _stage(request: dict[str, Any], log: AttemptLog) -> dict[str, Any]:
     from workers.workshop import close, open_workshop
 
     config = Config.model_validate(request["config"])
+    config._source = Path(request["source"]) if request["source"] else None  # relative paths start at its folder
     shop = await open_workshop(config, request["path"], children=False)
     try:
         return _done_to_map(await process(job_from_map(request["job"]), shop, log, WorkingClock(request["limit"])))
@@ -114,12 +117,16 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         return {"error": f"{type(error).__name__}: {error}", "kind": HandlerError.kind, "log": log.tail}
 
 
-def serve(sock: socket.socket) -> None:
-    """Read one request, write one reply."""
+def serve(sock: socket.socket, told: Sequence[int] = ()) -> None:
+    """Read one request, write one reply. `told`: signals to end that have come; there is no result then."""
     size = _LENGTH.unpack(_exactly(sock, _LENGTH.size))[0]
     request = wire.unpack(_exactly(sock, size))
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
-    sock.sendall(frame(answer(request)))
+    reply = answer(request)
+    if told:  # what the handler started got the signal too and may have died of it: its score is none
+        why = f"signal {told[0]} reached the handler's process while it ran"
+        reply = {"error": why, "kind": WorkerLost.kind, "log": reply["log"]}
+    sock.sendall(frame(reply))
 
 
 def _exactly(sock: socket.socket, size: int) -> bytes:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import glob
 import importlib
 import os
 import select
@@ -22,14 +23,46 @@ import struct
 import sys
 
 PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
 
 
-def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends, SIGKILL included (Linux)."""
+def die_with_parent(number: int = signal.SIGKILL) -> None:
+    """Have the kernel kill this process when its parent ends, SIGKILL included (Linux); 0 takes that back."""
     parent = os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number)
+    if number and os.getppid() != parent:
         os._exit(1)
+
+
+def _adopt() -> None:
+    """Have the kernel give us what our descendants leave behind: it can't escape by a session of its own.
+
+    Each call does so as well. While it lives, what it started stays below it; then it comes to the server.
+    """
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _children() -> set[int]:
+    pids: set[int] = set()
+    for path in glob.glob("/proc/self/task/*/children"):
+        with contextlib.suppress(OSError), open(path, encoding="ascii") as file:
+            pids.update(map(int, file.read().split()))
+    return pids
+
+
+def _end_leftovers(spared: set[int]) -> None:
+    """Kill what ended calls have left. They are our children, not reaped yet: no stranger can have such a pid."""
+    for pid in _children() - spared:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, os.WNOHANG)  # one that takes its time is reaped with the SIGCHLD of its end
+
+
+def _note_signals(told: list[int]) -> None:
+    """A job's SIGTERM to all its processes is the worker's to answer; what the call starts may be ended as usual."""
+    both = (signal.SIGINT, signal.SIGTERM)
+    for number in both:  # unlike SIG_IGN, a program that is started does not inherit this
+        signal.signal(number, lambda number, _: told.append(number))
+    os.register_at_fork(after_in_child=lambda: [signal.signal(number, signal.SIG_DFL) for number in both])
 
 
 def _call(connection: int, log: int) -> None:
@@ -38,15 +71,18 @@ def _call(connection: int, log: int) -> None:
     try:
         os.setsid()
         die_with_parent()
+        _adopt()
         os.dup2(log, 1)
         os.dup2(log, 2)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        told: list[int] = []
+        _note_signals(told)
         from workers.child_call import serve
 
         with socket.socket(fileno=connection) as sock:
             sock.sendall(struct.pack("i", os.getpid()))
-            serve(sock)
+            serve(sock, told)
         code = 0
     finally:
         sys.stdout.flush()
@@ -61,14 +97,16 @@ def _end_group(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def _reap(control: socket.socket, living: set[int]) -> None:
+def _reap(control: socket.socket, living: set[int], ours: set[int]) -> None:
     for pid in list(living):
         if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             continue
         _end_group(pid)
         _, status = os.waitpid(pid, 0)
         living.discard(pid)
-        control.send(struct.pack("ii", pid, status))
+        with contextlib.suppress(OSError):  # the worker is gone: the loop sees it next
+            control.send(struct.pack("ii", pid, status))
+    _end_leftovers(living | ours)
 
 
 def main() -> None:
@@ -84,19 +122,29 @@ def main() -> None:
     importlib.import_module("workers.child_call")
     for module in sys.argv[2:]:
         importlib.import_module(module)
+    # From here on the end of the worker is the end of `control`; killed ourselves, we could not kill the calls' groups.
+    die_with_parent(0)
+    _adopt()
     gc.freeze()  # a collection in a fork would copy all that it shares with us
     living: set[int] = set()
+    ours = _children()  # what the modules started while they were imported
     while True:
         readable, _, _ = select.select([control, woken], [], [])
         if woken in readable:
             woken.recv(4096)
-        _reap(control, living)
+        _reap(control, living, ours)
         if control not in readable:
             continue
-        message, fds, _, _ = socket.recv_fds(control, 64, 2)
+        try:
+            message, fds, _, _ = socket.recv_fds(control, 64, 2)
+        except ConnectionError:
+            message, fds = b"", []
         if not message:
             for pid in living:
                 _end_group(pid)
+            while _children() - ours:
+                _end_leftovers(ours)
+                select.select([], [], [], 0.001)
             return
         if message[:1] == b"K":
             pid = int(message[1:])

@@ -21,6 +21,9 @@ from pipeline.log import AttemptLog
 from workers.child_call import done_from_map, frame, job_to_map, reward_from_map
 from workers.stages import Done, Job
 
+LAST_BYTES = 5.0
+"""Seconds that a call's reply may still be on its way after the call has ended."""
+
 
 class ChildDied(WorkerLost):
     """The child process died before it answered. It ran one rollout alone, so this counts as an attempt."""
@@ -55,31 +58,34 @@ class Children:
 
     async def stage(self, job: Job, limit: float, log: AttemptLog) -> Done:
         """Run a whole stage alone in a child. Raises ChildDied when it died: that is this rollout's own doing."""
-        config = self._config.model_dump()
-        reply = await self._call({"job": job_to_map(job), "path": self._path, "config": config, "limit": limit}, log)
-        return done_from_map(reply)
+        request = {
+            "job": job_to_map(job),
+            "path": self._path,
+            "config": self._config.model_dump(),
+            "source": str(self._config.source or ""),
+            "limit": limit,
+        }
+        return done_from_map(await self._call(request, log))
 
     async def _call(self, request: dict[str, Any], log: AttemptLog) -> dict[str, Any]:
         control = await self._running()
         ours, theirs = socket.socketpair()
         log_read, log_write = os.pipe()
+        said = os.fdopen(log_read, "rb", 0)
         try:
-            socket.send_fds(control, [b"S"], [theirs.fileno(), log_write])
-        except OSError as error:
-            raise WorkerLost(f"the child server is gone ({error}); this attempt is tried again") from error
+            await _start(control, [theirs.fileno(), log_write])
         finally:
             theirs.close()
             os.close(log_write)
         reader, writer = await asyncio.open_connection(sock=ours, limit=1 << 20)
-        drain = asyncio.create_task(_drain(log_read, log))
+        drain = asyncio.create_task(_drain(said, log))
         pid = 0
         try:
             pid = struct.unpack("i", await reader.readexactly(4))[0]
             ended = self._ends[pid] = asyncio.get_running_loop().create_future()
             writer.write(frame(request))
             try:
-                (size,) = struct.unpack("<Q", await reader.readexactly(8))
-                reply = wire.unpack(await reader.readexactly(size))
+                reply = await _reply(reader, ended)
             except (asyncio.IncompleteReadError, ConnectionError):
                 raise await _end_of(ended, request["job"]["stage"]) from None
             await asyncio.wait({drain}, timeout=0.2)
@@ -112,7 +118,7 @@ class Children:
                 return self._control
             self.close()
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            command = [sys.executable, "-m", "workers.child_server", str(theirs.fileno()), *self._preload]
+            command = [sys.executable, "-P", "-m", "workers.child_server", str(theirs.fileno()), *self._preload]
             self._server = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=_clean())
             theirs.close()
             ours.setblocking(False)
@@ -132,9 +138,11 @@ class Children:
                 ended.set_result(status)
 
     def kill_all(self) -> None:
-        """End the child server at once; its calls go with it. Callable from another thread."""
-        if self._server is not None and self._server.poll() is None:
-            self._server.kill()
+        """End the child server and its calls at once. Callable from another thread, or where the loop is stuck."""
+        control = self._control
+        if control is not None:
+            with contextlib.suppress(OSError):
+                control.shutdown(socket.SHUT_RDWR)  # it kills its calls whole, and ends
 
     def close(self) -> None:
         """End the child server; running calls are killed."""
@@ -161,6 +169,37 @@ def _clean() -> dict[str, str]:
     return {**kept, "PYTHONHASHSEED": "0"}
 
 
+async def _start(control: socket.socket, fds: list[int]) -> None:
+    """Ask for a fork. The server forks one after the other: of hundreds of calls at once, the last ones wait here."""
+    while True:
+        try:
+            socket.send_fds(control, [b"S"], fds)
+            return
+        except BlockingIOError:
+            await asyncio.sleep(0.01)
+        except OSError as error:
+            raise WorkerLost(f"the child server is gone ({error}); this attempt is tried again") from error
+
+
+async def _reply(reader: asyncio.StreamReader, ended: asyncio.Future[int]) -> Any:
+    """The call's reply. Raises IncompleteReadError when it died, even where a process that it left holds the socket."""
+
+    async def read() -> Any:
+        (size,) = struct.unpack("<Q", await reader.readexactly(8))
+        return wire.unpack(await reader.readexactly(size))
+
+    task = asyncio.create_task(read())
+    try:
+        await asyncio.wait({task, ended}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            await asyncio.wait({task}, timeout=LAST_BYTES)
+        if not task.done():
+            raise asyncio.IncompleteReadError(b"", None)
+        return task.result()
+    finally:
+        task.cancel()
+
+
 async def _end_of(ended: asyncio.Future[int], stage: str) -> Exception:
     """Why a call ended without a reply. The child server says so, unless it is gone itself."""
     try:
@@ -184,11 +223,11 @@ def _died(status: int, stage: str) -> Exception:
     return ChildDied(f"the process that ran this rollout alone {how}", code)
 
 
-async def _drain(fd: int, log: AttemptLog) -> None:
+async def _drain(said: Any, log: AttemptLog) -> None:
     """Read a child's output to its end; the last of it is kept."""
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader()
-    transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(fd, "rb", 0))
+    transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), said)
     try:
         while data := await reader.read(65536):
             log.keep(data.decode("utf-8", "replace"))

@@ -5,15 +5,14 @@ All processes belong to this one: they are ended and waited for, however the dem
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -29,7 +28,9 @@ from pipeline.config import Config
 from pipeline.connection import connect_sync
 from pipeline.envelope import WORKING, Task
 from pipeline.errors import Incomplete, LineError
+from pipeline.inspect import counts
 from pipeline.results import Group
+from workers import interrupt
 from workers.policy import scripted, tokenizer
 from workers.view import Progress
 from workers.workshop import handlers_path
@@ -136,8 +137,9 @@ async def play(plan: Plan, config: Config, processes: list[Process]) -> list[Gro
                     last = time.monotonic()
                     groups.extend(found)
                     await client.ack(found)
-                ended = [rollout.outcome for group in groups for rollout in group.rollouts]
-                bar.at(len(ended), dict(Counter(ended)))
+                so_far = await counts(client.queue)
+                ended = {name: so_far.get(name, 0) for name in ("scored", "failed", "cancelled")}
+                bar.at(sum(ended.values()), ended)
     order = {task.id: at for at, task in enumerate(plan.tasks)}
     return sorted(groups, key=lambda group: order.get(group.id, 0))
 
@@ -288,7 +290,7 @@ def run(plan: Plan) -> Iterator[Outcome]:
     started = time.monotonic()
     with running(plan) as (config, processes, folder):
         began = time.monotonic()
-        groups = asyncio.run(play(plan, config, processes))
+        groups = interrupt.run(play(plan, config, processes), (signal.SIGINT, signal.SIGTERM))
         yield Outcome(
             groups=groups, seconds=time.monotonic() - began, started=began - started,
             tokenizer=config.policy.tokenizer, kept=str(folder) if plan.keep else "",

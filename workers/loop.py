@@ -18,7 +18,7 @@ import handlers
 from pipeline.config import Config
 from pipeline.connection import check, connect, connect_sync
 from pipeline.envelope import Stage
-from pipeline.errors import LineError, RedisUnavailable, Stale, WorkerLost
+from pipeline.errors import LineError, RedisUnavailable, Retryable, Stale, WorkerLost
 from pipeline.leases import Claim, Failure
 from pipeline.queue import Queue
 from workers.attempt import Attempt
@@ -77,12 +77,20 @@ class Worker:
 
     async def run(self) -> None:
         """Serve until told to stop, or, with `burst`, until nothing is left. Raises RedisUnavailable, ConfigError."""
-        client, bell = connect(self.config), connect(self.config, blocking=True)
+        client, self._bell = connect(self.config), connect(self.config, blocking=True)
         self.queue = Queue(client, self.config, patience=self.config.limits.outage)
-        self._bell = bell
-        for warning in (await check(client)).warnings:
-            log.warning("%s", warning)
-        await self.queue.check_schema()
+        try:
+            for warning in (await check(client)).warnings:
+                log.warning("%s", warning)
+            await self.queue.check_schema()
+            await self._run()
+        finally:
+            with contextlib.suppress(OSError):
+                await client.aclose()
+                await self._bell.aclose()
+        log.info("worker %s ends", self.name)
+
+    async def _run(self) -> None:
         self.shop = await open_workshop(self.config, handlers_path(self.config))
         self.upkeep = Upkeep(
             connect_sync(self.config, blocking=True), self.queue, self.name,
@@ -90,12 +98,12 @@ class Worker:
         )  # fmt: skip
         self._loop = asyncio.get_running_loop()
         self.upkeep.start()
-        await self._warm_children()
         helpers = [asyncio.create_task(self._pulse()), asyncio.create_task(self._watch_queue())]
         if self.stage is Stage.INIT and self.shop.driver is not None:
             helpers.append(asyncio.create_task(sweep_for_ever(self.queue, self.shop.driver, self.config.sandbox.sweep)))
         log.info("worker %s serves %s with %d slots", self.name, self.stage, self.slots)
         try:
+            await self._warm_children()
             await self._serve()
             await self._drain()
         finally:
@@ -104,10 +112,6 @@ class Worker:
             self.upkeep.stop()
             await asyncio.to_thread(self.upkeep.join, 2.0)
             await close(self.shop)
-            with contextlib.suppress(OSError):
-                await client.aclose()
-                await bell.aclose()
-        log.info("worker %s ends", self.name)
 
     async def _warm_children(self) -> None:
         """Where a known handler has a plain method for this stage, its child server starts now."""
@@ -120,6 +124,8 @@ class Worker:
         """Claim nothing more; finish or give back within limits.grace."""
         if not self._stopping.is_set():
             log.warning("asked to stop: nothing more is claimed, %d rollouts in work", len(self.running))
+            if hasattr(self, "queue"):  # else the signal came before anything began
+                self.queue.close_within(self.config.limits.grace)
         self._stopping.set()
         self._slot_free.set()
 
@@ -223,6 +229,9 @@ class Worker:
                 raise
             except LineError as error:
                 status = await attempt.fail(error)
+            except Exception as error:  # not of the tree, so ours: given up at once, not when the lease runs out
+                attempt.log.exception("a fault of the worker itself")
+                status = await attempt.fail(Retryable(f"the worker itself failed: {type(error).__name__}: {error}"))
             self._count(status)
             if done is not None and status in ("OK", "AGAIN"):
                 await attempt.after_commit(done)

@@ -15,7 +15,7 @@ import handlers
 from pipeline.builder import TrajectoryBuilder
 from pipeline.config import Config
 from pipeline.envelope import Envelope, Payload, Stage, Task
-from pipeline.errors import GraderError, HandlerError, LineError
+from pipeline.errors import ContextFull, Fatal, GraderError, HandlerError, LineError, Retryable
 from pipeline.interfaces import AgentHandler, Context, Policy, Reward
 from pipeline.log import AttemptLog
 from workers.clock import WorkingClock
@@ -162,9 +162,13 @@ async def _call(
         answer = function(ctx)
         if inspect.isawaitable(answer):
             answer = await answer
-    except LineError:
+    except (Retryable, Fatal):
         raise
-    except Exception as error:
+    except ContextFull as error:
+        if method != "run":
+            raise wrapped(job, error, log) from error
+        ctx.trajectory.truncated, answer = "context", None
+    except (Exception, SystemExit) as error:  # `exit()` in a handler must not end the worker
         raise wrapped(job, error, log) from error
     finally:
         if session is not None:
@@ -204,18 +208,21 @@ def collected(job: Job, ctx: Context) -> Payload:
 
 def as_reward(job: Job, answer: Any) -> Reward | None:
     """A handler's score as a Reward. Raises GraderError for what is no finite number."""
-    if answer is None or isinstance(answer, Reward):
-        reward = answer
-    elif isinstance(answer, bool | int | float) or hasattr(answer, "__float__"):
-        reward = Reward(value=float(answer))
-    else:
-        raise GraderError(f"{job.task.handler}.eval returned {answer!r:.80}: it must return a number or a Reward")
-    if reward is not None and not abs(float(reward.value)) < float("inf"):
-        raise GraderError(f"{job.task.handler}.eval returned {reward.value}: a reward must be a finite number")
-    return reward
+    if answer is None:
+        return None
+    value = answer.value if isinstance(answer, Reward) else answer
+    try:
+        number = float(None if isinstance(value, str | bytes) else value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        raise GraderError(
+            f"{job.task.handler}.eval returned {value!r:.80}: it must return a number or a Reward"
+        ) from None
+    if not abs(number) < float("inf"):
+        raise GraderError(f"{job.task.handler}.eval returned {value!r:.80}: a reward must be a finite number")
+    return replace(answer, value=number) if isinstance(answer, Reward) else Reward(value=number)
 
 
-def wrapped(job: Job, error: Exception, log: AttemptLog) -> LineError:
+def wrapped(job: Job, error: BaseException, log: AttemptLog) -> LineError:
     """A handler's plain Python error: it ends the rollout in INIT and RUN, in EVAL the grader is tried again."""
     log.keep("".join(traceback.format_exception(error)))
     what = f"{job.task.handler}.{job.stage} raised {type(error).__name__}: {error}"

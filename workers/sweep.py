@@ -6,7 +6,6 @@ import asyncio
 import logging
 from typing import Any
 
-from pipeline.errors import RedisUnavailable, SandboxError
 from pipeline.queue import Queue
 from workers.stages import Driver, sandbox_text
 
@@ -20,7 +19,7 @@ async def sweep_for_ever(queue: Queue, driver: Driver, every: float) -> None:
         await asyncio.sleep(every)
         try:
             suspects = await sweep(queue, driver, suspects)
-        except (RedisUnavailable, SandboxError, OSError) as error:
+        except Exception as error:  # a sweep that ended would leave every sandbox that is lost from now on
             log.warning("the sweep of sandboxes failed and is tried again in %g s: %s", every, error)
 
 

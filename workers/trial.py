@@ -54,8 +54,8 @@ class Loud:
         self._shown: list[int] = []
         self.said: list[int] = [] if said is None else said
 
-    def bound(self, clock: WorkingClock) -> Loud:
-        return Loud(self._inner.bound(clock), self.said)
+    def bound(self, *about: Any) -> Loud:
+        return Loud(self._inner.bound(*about), self.said)
 
     def __getattr__(self, name: str) -> Any:
         """Everything but `generate` is the real policy's."""
@@ -66,12 +66,8 @@ class Loud:
         if known[: len(self._shown)] != self._shown:
             _print(Text("--- the history was rendered anew ---", style="yellow"))
             self._shown = []
-        _print(
-            Text(
-                self._inner.text(known[len(self._shown) :]),
-                style=view.STYLES["observation" if self._shown else "prompt"],
-            )
-        )
+        fresh = self._inner.text(known[len(self._shown) :])
+        _print(Text(fresh, style=view.STYLES["observation" if self._shown else "prompt"]), end="")
         done: Completion = await self._inner.generate(prompt_ids, sampling)
         said = self._inner.text(list(done.ids))
         _print(Text(said if view.console().is_terminal else f"⟦{said}⟧", style=view.STYLES["action"]))
@@ -81,8 +77,8 @@ class Loud:
         return done
 
 
-def _print(text: Text) -> None:
-    view.console().print(text)
+def _print(text: Text, end: str = "\n") -> None:
+    view.console().print(text, end=end, soft_wrap=True)
 
 
 def policy_for(config: Config, answers: dict[str, Any], stack: ExitStack) -> tuple[Config, scripted.Options | None]:
@@ -92,7 +88,9 @@ def policy_for(config: Config, answers: dict[str, Any], stack: ExitStack) -> tup
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rollout-try-")))
     made = tokenizer.make(folder)
     chosen = {"policy.tokenizer": str(folder), "policy.renderer": "qwen3"}
-    return config.changed(chosen), scripted.Options(tokenizer=made, answers=answers, model=config.policy.model)
+    return config.changed(chosen), scripted.Options(
+        tokenizer=made, answers=answers, model=config.policy.model, p_correct=1.0
+    )
 
 
 async def play(config: Config, task: Task, options: scripted.Options | None, *, loud: bool = True) -> Trial:

@@ -19,7 +19,7 @@ import redis
 from redis.exceptions import RedisError, ResponseError
 
 from pipeline.leases import read_beat, read_tick
-from pipeline.queue import AWAY, Queue
+from pipeline.queue import AWAY, Queue, refuses_for_now
 from pipeline.scripts import run_script
 
 log = logging.getLogger(__name__)
@@ -72,8 +72,12 @@ class Upkeep(threading.Thread):
         self._ending.set()
 
     def run(self) -> None:
-        while not self._ending.is_set():
-            self._turn()
+        try:
+            while not self._ending.is_set():
+                self._turn()
+        except BaseException:  # without this thread every lease of a process that seems well would run out
+            log.critical("upkeep ended by a fault of its own: this process ends with it", exc_info=True)
+            self._end_process()
         try:
             self._client.zrem(self._queue.key("beats"), self._worker)
             self._client.hdel(self._queue.key("workers"), self._worker)
@@ -92,7 +96,7 @@ class Upkeep(threading.Thread):
             self._is_away(error)
             self._ending.wait(min(0.5, self._config.lease.tick))
         except RedisError as error:
-            if not str(error).startswith("LOADING"):
+            if not (isinstance(error, ResponseError) and refuses_for_now(error)):
                 log.exception("upkeep failed and is tried again in a second")
             self._is_away(error)
             self._ending.wait(1.0)
@@ -173,6 +177,9 @@ class Upkeep(threading.Thread):
             log.critical(
                 "the event loop has not turned for %.0f s: this process ends, its rollouts are given out again", silent
             )
-            self._kill()
-            logging.shutdown()
-            os._exit(1)
+            self._end_process()
+
+    def _end_process(self) -> None:
+        self._kill()
+        logging.shutdown()
+        os._exit(1)

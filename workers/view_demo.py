@@ -75,6 +75,6 @@ def _one(outcome: Outcome) -> None:
     reward = f"reward {chosen.reward:g}" if chosen.reward is not None else chosen.outcome
     console.print(f"\nOne of them, {chosen.id}, {reward}. {view.LEGEND}", markup=False, style="bold")
     if chosen.trajectory is not None:
-        console.print(
-            view.coloured(chosen.trajectory, view.tokenizer_of(outcome.tokenizer) if chosen.handler != "echo" else None)
-        )
+        made_up = chosen.handler == "echo"  # its ids are no tokens of any tokenizer
+        decode = None if made_up else view.tokenizer_of(outcome.tokenizer)
+        console.print(view.coloured(chosen.trajectory, decode), soft_wrap=True)

@@ -39,7 +39,7 @@ def show(found: Dossier, decode: view.Decode | None) -> None:
     if found.trajectory is not None:
         tokens = f"{len(found.trajectory)} tokens, {found.trajectory.sampled} sampled in {found.trajectory.turns} turns"
         console.print(f"\ntrajectory: {tokens}. {view.LEGEND}", style="bold", markup=False)
-        console.print(view.coloured(found.trajectory, decode))
+        console.print(view.coloured(found.trajectory, decode), soft_wrap=True)
         if decode is None:
             console.print("(ids, not text: set policy.tokenizer to see the words)", markup=False)
 

@@ -9,14 +9,17 @@ from rich.text import Text
 
 from pipeline.envelope import Task
 from workers import view
+from workers.policy.scripted_speech import NAME
 from workers.trial import Trial, users_traceback
 
 
-def show(trial: Trial, task: Task, *, whole: bool) -> None:
+def show(trial: Trial, task: Task, *, whole: bool, scripted: bool) -> None:
     """`whole`: the whole traceback. Turns of a policy were printed as they came."""
     console = view.console()
+    if scripted and trial.spoke:
+        console.print(f"(the replies come from a {NAME}; here it always knows the answer)", markup=False)
     if trial.payload.trajectory and not trial.spoke:
-        console.print(view.coloured(trial.payload.trajectory, None))
+        console.print(view.coloured(trial.payload.trajectory, None), soft_wrap=True)
     if trial.failed is not None:
         error = trial.error or trial.failed
         text = "".join(traceback.format_exception(error)) if whole else users_traceback(error)

@@ -28,13 +28,12 @@ if redis.call('HGET', memo, 'nonce') == A[5] then
 end
 
 unlock()
-local lanes, total = {}, 0
+local lanes = {}
 for i = 7, #A, 2 do
   local ready = key('ready', stage, A[i])
   local size = redis.call('ZCARD', ready)
   if size > 0 then
     lanes[#lanes + 1] = { name = A[i], ready = ready, weight = tonumber(A[i + 1]), left = size }
-    total = total + tonumber(A[i + 1])
   end
 end
 -- Smooth weighted round robin; the credit is kept, so that claims of one are as fair as claims of many.
@@ -42,9 +41,10 @@ local credits = key('credit', stage)
 for _, lane in ipairs(lanes) do lane.credit = tonumber(redis.call('HGET', credits, lane.name) or 0) end
 local need, got = tonumber(A[2]), {}
 while need > 0 do
-  local best
+  local best, total = nil, 0 -- of the lanes that still wait: else a lane that goes on alone would sink without end
   for _, lane in ipairs(lanes) do
     if lane.left > 0 then
+      total = total + lane.weight
       lane.credit = lane.credit + lane.weight
       if not best or lane.credit > best.credit then best = lane end
     end

@@ -15,6 +15,10 @@ if redis.call('EXISTS', group) == 0 then
     whole(redis.call('INCR', key('seq')) - tonumber(A[3]) * 1e9))
   redis.call('SET', key('t', A[1]), A[2])
 end
+if tonumber(A[9]) > tonumber(redis.call('HGET', group, 'samples')) then -- the same task again, with more samples
+  redis.call('HSET', group, 'samples', A[9])
+  redis.call('ZREM', key('groups', redis.call('HGET', group, 'lane')), A[1])
+end
 if redis.call('EXISTS', key('t', A[1])) == 0 then redis.call('SET', key('t', A[1]), A[2]) end
 local order = redis.call('HGET', group, 'order')
 for _, i in ipairs(fresh) do

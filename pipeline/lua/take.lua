@@ -20,6 +20,9 @@ for i = 2, #A, 2 do
       if letters then redis.call('EXPIRE', key('t', v[2]), letters) else redis.call('UNLINK', key('t', v[2])) end
       redis.call('ZREM', key('groups', redis.call('HGET', group, 'lane')), v[2])
       redis.call('UNLINK', group, key('m', v[2]))
+    else -- its other members may be popped as a group
+      local g = redis.call('HMGET', group, 'done', 'samples', 'lane', 'order')
+      if g[1] == g[2] then redis.call('ZADD', key('groups', g[3]), g[4], v[2]) end
     end
     out[#out + 1] = 'OK'
   elseif not v[1] and redis.call('GET', gone) == token then

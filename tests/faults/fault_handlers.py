@@ -97,13 +97,13 @@ class Swallower(Recorded):
 
 
 class Hanging(AgentHandler):
-    """A plain method that starts a process of its own and waits for it, for ever."""
+    """A plain method that starts a process of its own and waits for it, for `seconds`."""
 
     Task = Recorded.Task
 
     def run(self, ctx: Context) -> None:
         started(ctx)
-        child = subprocess.Popen(["sleep", "300"])
+        child = subprocess.Popen(["sleep", str(ctx.task.seconds)])
         with open(ctx.task.starts + ".pids", "a", encoding="utf-8") as file:
             file.write(f"{os.getpid()} {child.pid}\n")
         child.wait()

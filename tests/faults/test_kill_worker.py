@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
-from tests.faults.tools import STAGES, Workers, trainer
+from tests.faults.tools import STAGES, Workers, eventually, freeze, starts, thaw, trainer
 from tests.faults.worker_main import GAPS
 
 
@@ -25,6 +26,28 @@ async def test_killed_at_a_gap_nothing_is_lost_or_doubled(workers: Workers, gap:
         workers.stop()
         died = sum(process.returncode == -signal.SIGKILL for process in workers.all)
         assert died == (1 if gap == "written" else 3), "each kind died once; only RUN writes payload by itself"
+        await us.check_empty()
+
+
+async def test_a_worker_that_stalls_and_comes_back_is_fenced(workers: Workers, tmp_path: Path) -> None:
+    """SIGSTOP for two leases: its rollouts are done elsewhere, and what it then wants to commit is refused."""
+    log = tmp_path / "starts"
+    async with trainer(workers.config) as us:
+        ids = await us.put(8, handler="fault_handlers:Recorded", starts=str(log), sleep=1.0)
+        workers.start("init", 8)
+        workers.start("eval", 8)
+        stalled = workers.start("run", 8)
+        await eventually(lambda: len(starts(log)) == 8, 20.0, "that all run")
+        freeze(stalled.pid)
+        workers.start("run", 8)
+        await us.collect(8, 30.0)
+        thaw(stalled.pid)
+        await eventually(lambda: workers.logs().count("its lease is no longer ours") == 8, 10.0, "its refusal")
+        us.check_scored(ids)
+        assert set(starts(log).values()) == {2}
+        assert {rollout.losses for rollout in us.got.values()} == {1}, "it ran eight at once: no attempt of any of them"
+        assert stalled.poll() is None
+        workers.stop()
         await us.check_empty()
 
 

@@ -103,7 +103,7 @@ async def test_away_for_three_leases_nothing_runs_twice(
         own_workers.line(200)
         ids: list[str] = []
         for number in range(10):
-            ids += await us.put(20, handler="fault_handlers:Recorded", sleep=3.0 + number, starts=str(log))
+            ids += await us.put(20, handler="fault_handlers:Recorded", sleep=3.0 + 0.8 * number, starts=str(log))
         await eventually(lambda: len(starts(log)) == 200, 20.0, "that all run")
         await us.collect(1, 10.0)
         server.kill() if how == "killed" else freeze(server.pid)
@@ -126,7 +126,7 @@ async def test_full_with_50_finished_rollouts_in_hand(own_workers: Workers, serv
         await eventually(lambda: len(starts(log)) == 52, 20.0, "that all run")
         with own_workers_client(own_workers) as client:
             client.config_set("maxmemory", 1)
-            until = time.monotonic() + 12.0
+            until = time.monotonic() + 10.0
             while time.monotonic() < until:
                 assert client.zcard("{rollout}:lease:run") == 52
                 await asyncio.sleep(0.5)

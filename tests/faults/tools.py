@@ -162,10 +162,12 @@ class Trainer:
 
     async def check_empty(self) -> None:
         """Nothing is lost, nothing is left; every committed stage was committed once."""
-        assert await audit(self.queue) == []
-        assert await line.leftovers(self.queue) == []
-        assert await line.count(self.queue, "live") == 0
-        assert await line.count(self.queue, "acked") == await line.count(self.queue, "enqueued") == len(self.got)
+        findings = await audit(self.queue)
+        assert not findings, findings
+        left = await line.leftovers(self.queue)
+        assert not left, f"left: {left}"
+        counted = [await line.count(self.queue, name) for name in ("live", "acked", "enqueued")]
+        assert counted == [0, len(self.got), len(self.got)], f"live, acked, enqueued: {counted}"
 
 
 @contextlib.asynccontextmanager

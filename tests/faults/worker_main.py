@@ -104,7 +104,12 @@ def set_fault(fault: str) -> None:
     wrap(Upkeep, "_look_at_memory", before="tick", reach=reach)
 
 
+async def cold(self: Worker) -> None:
+    """No child server at the start: it takes a second of a processor to import what these tests do not need."""
+
+
 async def serve(config: Config, stage: str, slots: int) -> None:
+    Worker._warm_children = cold  # type: ignore[method-assign]
     worker = Worker(config, Stage(stage), slots)
     worker.install_signals()
     await worker.run()

@@ -254,6 +254,19 @@ def test_a_worker_with_a_wrong_password_says_so(line: Line, tmp_path: Path) -> N
     assert worker.returncode == 1 and "refused the password" in said
 
 
+def test_a_server_that_may_lose_the_line_is_warned_of(redis_server: RedisService, tmp_path: Path) -> None:
+    line = Line(redis_server, tmp_path)
+    with redis_server.client_sync() as client:
+        client.config_set("appendonly", "no")
+        client.config_set("maxmemory-policy", "allkeys-lru")
+    result = line.process("enqueue", "-", stdin=subprocess.PIPE)
+    _, said = result.communicate('{"handler": "echo", "data": {}}', timeout=30)
+    assert result.returncode == 0
+    assert "set `appendonly yes`" in said and "set `maxmemory-policy noeviction`" in said
+    warned = [item for item in line.json("doctor") if item["name"] == "redis" and item["grade"] == "warn"]
+    assert {item["mend"] for item in warned} == {"set `appendonly yes`", "set `maxmemory-policy noeviction`"}
+
+
 def test_a_worker_with_a_broken_handler_does_not_start(line: Line) -> None:
     (line.folder / "broken.py").write_text("import nothing_like_this\n")
     worker = line.process("work", "run", "--handler", "broken:Mine")

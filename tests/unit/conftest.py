@@ -6,9 +6,14 @@ from collections.abc import AsyncIterator
 
 import fakeredis
 import pytest
+from hypothesis import HealthCheck, settings
 
 from pipeline.config import Config
 from pipeline.queue import Queue
+
+# A slow machine is no finding: property tests have no deadline of their own.
+settings.register_profile("line", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("line")
 
 
 @pytest.fixture

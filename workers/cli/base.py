@@ -22,8 +22,12 @@ from pipeline.config import Config, load
 from pipeline.connection import check, connect, explain
 from pipeline.errors import LineError, RedisUnavailable
 from pipeline.queue import Queue
+from workers.interrupt import Interrupted
 
 INTERRUPTED = 130
+SIGNALLED = 128
+"""Added to the number of a signal that ended a command, as a shell does."""
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -113,6 +117,8 @@ class Group(click.Group):
         except click.ClickException as error:
             error.show()
             return error.exit_code
+        except Interrupted as error:
+            return SIGNALLED + error.number
         except (click.Abort, KeyboardInterrupt):
             complain("interrupted")
             return INTERRUPTED

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -16,9 +15,7 @@ from pipeline.envelope import Task
 from pipeline.errors import ConfigError, TaskError
 from workers import jsonl
 from workers.cli.base import Command, json_option, say, settings
-
-TERMINATED = 128 + signal.SIGTERM
-"""The exit code that a shell gives to what SIGTERM ended."""
+from workers.interrupt import Interrupted
 
 BESIDE = "tasks.jsonl"
 """A handler's own tasks, where its folder has such a file."""
@@ -58,7 +55,7 @@ def demo(
     url = policy or config.policy.url
     need_tokenizer(config, url)
     tasks = tasks_for(handler, file, config, count)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))  # so that its processes are ended, as for Ctrl-C
+    signal.signal(signal.SIGTERM, _terminated)
     plan = Plan(config=config, handler=handler, tasks=tasks, samples=samples, workers=workers, policy=url, keep=keep)
     with run(plan) as outcome:
         totals = view_demo.summary(outcome)
@@ -67,6 +64,11 @@ def demo(
         else:
             view_demo.show(outcome, scripted=not url)
     ctx.exit(1 if totals["scored"] < totals["rollouts"] else 0)
+
+
+def _terminated(number: int, _: object) -> None:
+    """So that the demo's processes are ended, as for Ctrl-C."""
+    raise Interrupted(number)
 
 
 def need_tokenizer(config: Config, url: str) -> None:
@@ -144,7 +146,7 @@ def attempt(
     if as_json:
         say(view_trial.record(done, task))
     else:
-        view_trial.show(done, task, whole=whole)
+        view_trial.show(done, task, whole=whole, scripted=options is not None)
     if pdb and done.error is not None:
         from pdb import post_mortem
 

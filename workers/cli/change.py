@@ -11,6 +11,7 @@ from pipeline import letters
 from pipeline.config import Config
 from pipeline.errors import LineError
 from pipeline.queue import Queue
+from workers import interrupt
 from workers.cli.base import Command, check_lane, complain, json_option, line, say, settings
 
 MEANING = {
@@ -36,7 +37,7 @@ def cancel(
     config = settings(ctx).config()
     if lane is not None:
         check_lane(config, lane)
-    replies = asyncio.run(_cancel(config, list(ids), group, lane))
+    replies = interrupt.run(_cancel(config, list(ids), group, lane))
     counted = Counter(replies.values())
     if as_json:
         say({"counts": {name: counted[name] for name in MEANING}, "replies": replies})
@@ -88,7 +89,7 @@ def requeue(ctx: click.Context, ids: tuple[str, ...], everything: bool, again: b
     if bool(ids) == everything:
         raise click.UsageError("say which: ID... or --all")
     settings(ctx).logs()
-    made, failed = asyncio.run(_requeue(settings(ctx).config(), list(ids), again))
+    made, failed = interrupt.run(_requeue(settings(ctx).config(), list(ids), again))
     if as_json:
         say({"requeued": made, "failed": failed})
     else:

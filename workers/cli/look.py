@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -15,6 +14,7 @@ from pipeline.audit import audit as audit_line
 from pipeline.config import Config
 from pipeline.errors import TaskError
 from pipeline.queue import Queue
+from workers import interrupt
 from workers.cli.base import Command, check_lane, json_option, line, say, settings, table
 from workers.view import seconds
 
@@ -30,7 +30,7 @@ def read(ctx: click.Context, look: Callable[[Queue], Awaitable[T]]) -> T:
         async with line(config) as queue:
             return await look(queue)
 
-    return asyncio.run(main(settings(ctx).config()))
+    return interrupt.run(main(settings(ctx).config()))
 
 
 @click.command(cls=Command)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
 from collections.abc import Iterable
@@ -17,6 +16,7 @@ from pipeline.envelope import WORKING
 from pipeline.errors import Incomplete
 from pipeline.queue import Queue
 from pipeline.results import Rollout
+from workers import interrupt
 from workers.cli.base import Command, check_lane, complain, located, settings
 
 LISTED = 20
@@ -49,7 +49,7 @@ def pop(
     """
     del as_json
     settings(ctx).logs()
-    ctx.exit(asyncio.run(_pop(located(settings(ctx).config()), n, lane, timeout, groups, arrays, no_ack)))
+    ctx.exit(interrupt.run(_pop(located(settings(ctx).config()), n, lane, timeout, groups, arrays, no_ack)))
 
 
 async def _pop(config: Config, n: int, lane: str, timeout: float, groups: bool, arrays: bool, no_ack: bool) -> int:

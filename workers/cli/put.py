@@ -16,7 +16,7 @@ from pipeline.config import Config
 from pipeline.envelope import Task
 from pipeline.errors import TaskError
 from pipeline.queue import Queue
-from workers import jsonl
+from workers import interrupt, jsonl
 from workers.cli.base import Command, complain, json_option, located, say, settings
 
 LOOK_EVERY = 0.25
@@ -50,7 +50,7 @@ def enqueue(
     settings(ctx).logs()
     config = settings(ctx).config()
     tasks = _read(file, handler, config, check=not unchecked)
-    ctx.exit(asyncio.run(_enqueue(located(config), tasks, samples, lane, priority, wait, timeout, as_json)))
+    ctx.exit(interrupt.run(_enqueue(located(config), tasks, samples, lane, priority, wait, timeout, as_json)))
 
 
 def _read(file: str, handler: str | None, config: Config, *, check: bool) -> list[Task]:

@@ -106,7 +106,8 @@ def launch(folder: Path, *arguments: str) -> Launched:
     """
     port_file, log_file = folder / "scripted.port", folder / "scripted.log"
     port_file.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "workers.policy.scripted", "--port-file", str(port_file), "--tied", *arguments]
+    command = [sys.executable, "-P", "-m", "workers.policy.scripted"]
+    command += ["--port-file", str(port_file), "--tied", *arguments]
     with log_file.open("wb") as output:
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True)
     until = time.monotonic() + START_SECONDS
