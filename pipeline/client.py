@@ -27,18 +27,21 @@ from pipeline.config import Config, load
 from pipeline.connection import check, connect, connect_sync
 from pipeline.envelope import Envelope, Task, check_task, encode, encode_compressed, rollout_id
 from pipeline.errors import Incomplete, MemoryHigh, QueueFull, RedisUnavailable, TaskError
-from pipeline.inspect import attempts_of, counts, depth, fields_of, where, workers
+from pipeline.inspect import attempts_of, counts, depth, fields_of, workers
 from pipeline.keeper import Keeper
 from pipeline.leases import Popped
+from pipeline.missing import summed_up, why_missing
+from pipeline.outstanding import PAGE, Outstanding
 from pipeline.queue import Queue
 from pipeline.results import Batch, Group, Rollout, read
 
 log = logging.getLogger(__name__)
 
+MOST_SAMPLES = 10_000
+"""Samples of one group: they are enqueued all or none, in one step that holds Redis for 20 us each."""
+
 ASK_EVERY = 5.0
 """Seconds between two looks for rollouts that the server has no record of, while `pop` waits."""
-
-PAGE = 500
 
 
 class RolloutClient:
@@ -61,8 +64,7 @@ class RolloutClient:
         self._client = connect(config)
         self.queue = Queue(self._client, config, patience=config.limits.outage)
         self._keeper: Keeper | None = None
-        self._outstanding: dict[str, str] = {}
-        self._tasks: dict[str, tuple[Task, dict[str, Any]]] = {}
+        self._outstanding = Outstanding(config.keep.gone_hours * 3600)
         self._popping = asyncio.Lock()
         self._ticked = self._asked = time.monotonic()
 
@@ -104,8 +106,8 @@ class RolloutClient:
         are in, the refused one is not.
         """
         self._check_lane(lane)
-        if samples < 1:
-            raise TaskError(f"samples is {samples}: a group has at least 1 sample")
+        if not 1 <= samples <= MOST_SAMPLES:
+            raise TaskError(f"samples is {samples}: a group has 1 to {MOST_SAMPLES} (one step writes them all)")
         if not -1_000_000 <= priority <= 1_000_000:
             raise TaskError(f"priority is {priority}: it must lie within -1000000 and 1000000")
         wanted = list(tasks)
@@ -134,8 +136,7 @@ class RolloutClient:
                 if time.monotonic() > until:
                     raise
             await asyncio.sleep(0.2)
-        self._tasks[group] = (task, about)
-        self._outstanding.update(dict.fromkeys(ids, lane))
+        self._outstanding.add(group, task, about)
         return ids
 
     async def _write(self, group: str, task: Task, about: dict[str, Any], samples: Iterable[int]) -> int:
@@ -232,7 +233,7 @@ class RolloutClient:
         if self._keeper:
             self._keeper.forget(ids)
         for id in ids:
-            self._forget(id)
+            self._outstanding.forget(id)
 
     async def _give_back(self, popped: Any) -> None:
         """Nobody will ever see these: let another pop have them. What can't be given back now returns by itself."""
@@ -247,14 +248,6 @@ class RolloutClient:
         with contextlib.suppress(RedisUnavailable, TimeoutError):
             async with asyncio.timeout(1.0):
                 await self.queue.hand_back(leases)
-
-    def _forget(self, id: str) -> None:
-        self._outstanding.pop(id, None)
-        group = id.rpartition(".")[0]
-        if group in self._tasks and not any(
-            rollout_id(group, k) in self._outstanding for k in range(self._tasks[group][1]["samples"])
-        ):
-            del self._tasks[group]
 
     async def _ticks(self, timeout: float | None, lane: str) -> AsyncGenerator[None, None]:
         """Turns of a pop: at once, then with each ring, until `timeout`. Lost rollouts are enqueued again meanwhile."""
@@ -307,64 +300,22 @@ class RolloutClient:
     async def _incomplete(
         self, batch: Any, wanted: int, got: int, what: str, lane: str, timeout: float | None
     ) -> Incomplete:
-        popped = set(_ids(batch)) | (self._keeper.ids() if self._keeper else set())
-        ids = [id for id, of in self._outstanding.items() if of == lane and id not in popped]
-        found = await where(self.queue, ids[:PAGE]) if ids else {}
-        missing = {id: found[id].why if id in found else "the server has no record of it" for id in ids[:PAGE]}
-        why = await self._why_not(lane, missing)
+        popped = set(_ids(batch)) | self._held()
+        missing = await why_missing(self.queue, lane, [id for id in self._outstanding.ids(lane) if id not in popped])
         return Incomplete(
-            f"{got} of {wanted} {what} came within {timeout if timeout is not None else 0:g} s: {why}",
+            f"{got} of {wanted} {what} came within {timeout if timeout is not None else 0:g} s: "
+            f"{summed_up(missing, lane)}",
             batch=batch, wanted=wanted, got=got, missing=missing,
         )  # fmt: skip
 
-    async def _why_not(self, lane: str, missing: dict[str, str]) -> str:
-        if not missing:
-            return f"nothing more is in flight in lane {lane!r} (all that this client enqueued was popped)"
-        reasons: dict[str, int] = {}
-        for why in missing.values():
-            short = why.partition(" s in ")[2] or why
-            reasons[short] = reasons.get(short, 0) + 1
-        shown = "; ".join(f"{count} {why}" for why, count in sorted(reasons.items(), key=lambda item: -item[1])[:4])
-        return f"{len(missing)} outstanding: {shown}"
+    def _held(self) -> set[str]:
+        return self._keeper.ids() if self._keeper else set()
 
     # -- care --------------------------------------------------------------------------------------------------------
 
     async def restore(self) -> int:
         """Enqueue again what this client waits for and the server has no record of (it came back empty); how many."""
-        restored = 0
-        popped = self._keeper.ids() if self._keeper else set()
-        ids = [id for id in self._outstanding if id not in popped]  # what the trainer has is not wanted once more
-        for at in range(0, len(ids), PAGE):
-            page = ids[at : at + PAGE]
-            there = await self._exist("r", page)
-            gone = await self._exist("gone", page)  # asked second: an ack leaves the tombstone as it takes the hash
-            lost: dict[str, list[int]] = {}
-            for id in page:
-                group, _, sample = id.rpartition(".")
-                if id in gone:  # another process of this trainer acked it
-                    self._forget(id)
-                elif id not in there and self._is_old(group):
-                    log.warning("the line knows nothing of %s, enqueued more than keep.gone_hours ago: forgotten", id)
-                    self._forget(id)
-                elif id not in there and group in self._tasks:
-                    lost.setdefault(group, []).append(int(sample))
-            for group, samples in lost.items():
-                task, about = self._tasks[group]
-                restored += await self._write(group, task, about, samples)
-        if restored:
-            log.warning(
-                "%d rollouts were unknown to the server (it came back without them) and are enqueued again", restored
-            )
-        return restored
-
-    async def _exist(self, kind: str, ids: Sequence[str]) -> set[str]:
-        found = await asyncio.gather(*(self.queue.execute("EXISTS", self.queue.key(kind, id)) for id in ids))
-        return {id for id, there in zip(ids, found, strict=True) if there}
-
-    def _is_old(self, group: str) -> bool:
-        """Enqueued so long ago that its tombstone may have expired: it is never enqueued again."""
-        _, about = self._tasks.get(group, (None, {"enqueued": 0.0}))
-        return time.time() - float(about["enqueued"]) > self.config.keep.gone_hours * 3600
+        return await self._outstanding.restore(self.queue, self._held(), self._write)
 
     async def cancel(self, ids: Iterable[str], why: str = "cancelled by the trainer") -> dict[str, str]:
         """Cancel: REMOVED, ASKED (its worker was told), DONE (too late) or NONE; each still ends in a record."""

@@ -6,8 +6,8 @@ stated.
     schema          string   message format of the line
     seq             counter  order in which groups were enqueued
     r:ID            hash     one rollout: env group lane order stage state token owner attempts:STAGE losses deaths
-                             alone since entered waited worked restart payload sandbox cancel ttl deadline spent:STAGE;
-                             at its end outcome ended result, or kind why at log host exit
+                             alone since entered waited worked restart payload sandbox cancel overdue ttl deadline
+                             spent:STAGE; at its end outcome ended result, or kind why at log host exit
     a:ID            list     its attempts, JSON, the last 40
     p:ID:TOKEN      string   payload written by the holder of TOKEN (zstd msgpack); expires until a commit makes it stay
     t:GROUP         string   the task of a group (zstd msgpack); where a letter needs it, it outlives the last ack by

@@ -14,6 +14,8 @@ import uuid
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from redis.exceptions import RedisError
+
 import handlers
 from pipeline.config import Config
 from pipeline.connection import check, connect, connect_sync
@@ -306,8 +308,11 @@ class Worker:
 
         while self.config.workers.metrics_port:
             for lane in self.config.line.lanes:
-                with contextlib.suppress(RedisUnavailable):
+                try:
                     depth = await stage_depth(self.queue, self.stage.value, lane)
-                    self.metrics.length.labels(self.stage.value, lane).set(depth.ready)
-                    self.metrics.age.labels(self.stage.value, lane).set(depth.age)
+                except (RedisUnavailable, RedisError) as error:
+                    log.warning("the queue's length can't be told now: %s", error)
+                    continue
+                self.metrics.length.labels(self.stage.value, lane).set(depth.ready)
+                self.metrics.age.labels(self.stage.value, lane).set(depth.age)
             await asyncio.sleep(1.0)

@@ -107,9 +107,10 @@ end
 
 -- A cancel that reached a rollout in somebody's hands takes effect at the next verb about it.
 local function stop_asked(id, h, stage, dead_seconds)
-  local cancel = redis.call('HGET', h, 'cancel')
+  local v = redis.call('HMGET', h, 'cancel', 'overdue')
+  local cancel = v[1]
   if not cancel then return false end
-  if cancel == 'deadline' then
+  if v[2] then
     finish(id, h, 'failed', 'limit', 'its deadline passed while it was in ' .. stage, stage, dead_seconds)
   else
     finish(id, h, 'cancelled', 'cancelled', cancel, stage, dead_seconds)

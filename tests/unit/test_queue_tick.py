@@ -219,7 +219,7 @@ async def test_a_deadline_asks_the_worker_that_holds_it_to_stop(queue: Queue) ->
     assert (await queue.tick()).over == 0
     assert await queue.execute("LLEN", queue.key("bell", "worker", "w")) == 1
     assert 0 < await queue.execute("TTL", queue.key("bell", "worker", "w")) <= 3600
-    assert await queue.beat("w", {}, [("init", id, claim.token)]) == ["deadline"]
+    assert await queue.beat("w", {}, [("init", id, claim.token)]) == ["its deadline passed"]
     assert await line.give_up(queue, claim, "init", "back") == "CANCELLED"
     assert [await line.field(queue, id, name) for name in ("outcome", "kind")] == ["failed", "limit"]
 

@@ -9,12 +9,9 @@ from typing import Any
 
 import click
 
-from pipeline import inspect
 from pipeline.client import RolloutClient
 from pipeline.config import Config
-from pipeline.envelope import WORKING
 from pipeline.errors import Incomplete
-from pipeline.queue import Queue
 from pipeline.results import Rollout
 from workers import interrupt
 from workers.cli.base import Command, check_lane, complain, located, settings
@@ -59,10 +56,7 @@ async def _pop(config: Config, n: int, lane: str, timeout: float, groups: bool, 
         try:
             popped: Any = await (client.pop_groups if groups else client.pop)(n, timeout, lane)
         except Incomplete as error:
-            popped, missing = (
-                error.batch,
-                await _why(client.queue, error, lane, timeout, "groups" if groups else "rollouts"),
-            )
+            popped, missing = error.batch, _told(error, lane)
         for rollout in _each(popped):
             sys.stdout.write(json.dumps(record(rollout, arrays), ensure_ascii=False) + "\n")
             sys.stdout.flush()
@@ -73,19 +67,11 @@ async def _pop(config: Config, n: int, lane: str, timeout: float, groups: bool, 
     return 1 if missing else 0
 
 
-async def _why(queue: Queue, error: Incomplete, lane: str, timeout: float, what: str) -> str:
-    """n of m, and where the rest is: this process did not enqueue it, so the line is asked."""
-    ids: list[str] = []
-    for stage in (stage.value for stage in WORKING):
-        for state in ("ready", "leased", "delayed"):
-            ids += [row["id"] for row in await inspect.page(queue, stage, state, lane, 0, LISTED)]
-    found = [item for item in (await inspect.where(queue, ids)).values() if item.fields["lane"] == lane]
-    said = f"{error.got} of {error.wanted} {what} came within {timeout:g} s"
-    if not found:
-        return f"{said}: nothing else is in the line in lane {lane!r}"
-    more = " (and maybe more)" if len(found) >= LISTED else ""
-    listed = "".join(f"\n  {item.id}: {item.why}" for item in found[:LISTED])
-    return f"{said}. Still in the line in lane {lane!r}{more}:{listed}"
+def _told(error: Incomplete, lane: str) -> str:
+    """n of m and the reasons, then each missing rollout on a line."""
+    named = list(error.missing.items())
+    more = f"\n  ... and {len(named) - LISTED} more" if len(named) > LISTED else ""
+    return str(error) + "".join(f"\n  {id}: {why}" for id, why in named[:LISTED]) + more
 
 
 def _each(popped: Any) -> Iterable[Rollout]:
