@@ -31,6 +31,7 @@ format: $(STAMP) ## put the code into the project's format
 bench: $(STAMP) ## figures of this machine, into benchmarks/results/line.json (keep the machine idle)
 	@mkdir -p benchmarks/results
 	$(BIN)/python benchmarks/line.py --json benchmarks/results/line.json $(ARGS)
+	$(BIN)/python benchmarks/cancel.py --json benchmarks/results/cancel.json
 
 soak: $(STAMP) ## the full sizes: the long tests, then the benchmarks
 	$(BIN)/pytest tests -m slow --timeout 3600 $(ARGS)

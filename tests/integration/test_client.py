@@ -231,13 +231,13 @@ async def test_a_full_line_is_refused_and_waited_for(redis_service: RedisService
 
 async def test_above_the_memory_mark_nothing_is_enqueued(config: Config) -> None:
     async with RolloutClient(config=config) as client:
-        used, _ = await client.queue.memory()
+        used, limit = await client.queue.memory()
         await client.queue.execute("CONFIG", "SET", "maxmemory", int(used * 1.2))
         try:
             with pytest.raises(MemoryHigh, match=r"above memory.high = 0.75"):
                 await client.enqueue([echo()])
         finally:
-            await client.queue.execute("CONFIG", "SET", "maxmemory", 0)
+            await client.queue.execute("CONFIG", "SET", "maxmemory", limit)
         assert await line.count(client.queue, "enqueued") == 0
 
 
