@@ -33,6 +33,9 @@ from workers.workshop import close, handlers_path, open_workshop
 
 log = logging.getLogger(__name__)
 
+FIRST_STEPS = 4
+"""Attempts that begin in one turn of the event loop: a whole batch of long first steps would hold it."""
+
 PULSE = 0.1
 """Seconds between two looks at how late the event loop turns."""
 
@@ -167,8 +170,10 @@ class Worker:
             if self._stopping.is_set():
                 await self._give_back(claims)
             else:
-                for claim in claims:
+                for number, claim in enumerate(claims, 1):
                     self._begin(claim)
+                    if number % FIRST_STEPS == 0:
+                        await asyncio.sleep(0)
             if self.burst and not claims and not self.running and await self._is_empty():
                 return
             await asyncio.sleep(0)
