@@ -7,17 +7,38 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pipeline.client import RolloutClient as RolloutClient
     from pipeline.envelope import Task as Task
-    from pipeline.interfaces import AgentHandler as AgentHandler
+    from pipeline.errors import Incomplete as Incomplete, MemoryHigh as MemoryHigh, QueueFull as QueueFull
+    from pipeline.interfaces import AgentHandler as AgentHandler, Context as Context, Reward as Reward
+    from pipeline.results import Group as Group, Rollout as Rollout
     from pipeline.sync_client import SyncRolloutClient as SyncRolloutClient
 
 _WHERE = {
     "AgentHandler": "pipeline.interfaces",
+    "Context": "pipeline.interfaces",
+    "Group": "pipeline.results",
+    "Incomplete": "pipeline.errors",
+    "MemoryHigh": "pipeline.errors",
+    "QueueFull": "pipeline.errors",
+    "Reward": "pipeline.interfaces",
+    "Rollout": "pipeline.results",
     "RolloutClient": "pipeline.client",
     "SyncRolloutClient": "pipeline.sync_client",
     "Task": "pipeline.envelope",
 }
 
-__all__ = ["AgentHandler", "RolloutClient", "SyncRolloutClient", "Task"]
+__all__ = [
+    "AgentHandler",
+    "Context",
+    "Group",
+    "Incomplete",
+    "MemoryHigh",
+    "QueueFull",
+    "Reward",
+    "Rollout",
+    "RolloutClient",
+    "SyncRolloutClient",
+    "Task",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -114,11 +114,19 @@ class RolloutClient:
         for task in wanted:
             check_task(task)
         ids: list[str] = []
+        known = 0
         for task in wanted:
-            ids.extend(await self._enqueue(task, samples, priority, lane, wait))
+            named, fresh = await self._enqueue(task, samples, priority, lane, wait)
+            ids.extend(named)
+            known += len(named) - fresh
+        if known:
+            log.warning(
+                "%d of %d rollouts were in the line already, or are acked: nothing changed for them", known, len(ids)
+            )
         return ids
 
-    async def _enqueue(self, task: Task, samples: int, priority: int, lane: str, wait: float) -> list[str]:
+    async def _enqueue(self, task: Task, samples: int, priority: int, lane: str, wait: float) -> tuple[list[str], int]:
+        """The rollouts' ids, and how many of them are new."""
         group = task.id or f"{task.handler.rpartition(':')[2].lower()}-{uuid.uuid4().hex[:12]}"
         about = {"samples": samples, "priority": priority, "lane": lane, "enqueued": time.time()}
         ids = [rollout_id(group, sample) for sample in range(samples)]
@@ -130,14 +138,14 @@ class RolloutClient:
                     raise MemoryHigh(
                         f"Redis is above memory.high = {high:g} of its maxmemory: task {group} was not enqueued"
                     )
-                await self._write(group, task, about, range(samples))
+                fresh = await self._write(group, task, about, range(samples))
                 break
             except (MemoryHigh, QueueFull):
                 if time.monotonic() > until:
                     raise
             await asyncio.sleep(0.2)
         self._outstanding.add(group, task, about)
-        return ids
+        return ids, fresh
 
     async def _write(self, group: str, task: Task, about: dict[str, Any], samples: Iterable[int]) -> int:
         envelopes = [
@@ -177,6 +185,7 @@ class RolloutClient:
         gives back what it held.
         """
         self._check_lane(lane)
+        _check_count(n)
         batch = Batch((), ())
         async with self._popping, contextlib.AsyncExitStack() as undo:
             undo.push_async_callback(lambda: self._give_back(batch))
@@ -200,6 +209,7 @@ class RolloutClient:
         rest comes.
         """
         self._check_lane(lane)
+        _check_count(n)
         groups: list[Group] = []
         async with self._popping, contextlib.AsyncExitStack() as undo:
             undo.push_async_callback(lambda: self._give_back(groups))
@@ -326,6 +336,11 @@ class RolloutClient:
         """Depths by stage, counters, and the living workers."""
         depths, numbers, alive = await asyncio.gather(depth(self.queue), counts(self.queue), workers(self.queue))
         return {"stages": depths, "counts": numbers, "workers": alive, "outstanding": len(self._outstanding)}
+
+
+def _check_count(n: int) -> None:
+    if n < 1:
+        raise ValueError(f"pop of {n}: at least 1 is popped")
 
 
 def _ids(popped: Any) -> Iterable[str]:

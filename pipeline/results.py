@@ -44,15 +44,15 @@ class Rollout:
     outcome: Outcome
     reward: float | None = None
     parts: dict[str, float] = field(default_factory=dict)
-    evidence: dict[str, Any] = field(default_factory=dict)
+    evidence: dict[str, Any] = field(default_factory=dict, repr=False)
     truncated: str | None = None
     failure: Failed | None = None
-    trajectory: Trajectory | None = None
-    state: dict[str, Any] = field(default_factory=dict)
+    trajectory: Trajectory | None = field(default=None, repr=False)
+    state: dict[str, Any] = field(default_factory=dict, repr=False)
     handler: str = ""
     retry_of: str | None = None
     losses: int = 0
-    attempts: list[dict[str, Any]] = field(default_factory=list)
+    attempts: list[dict[str, Any]] = field(default_factory=list, repr=False)
     seconds: float = 0.0
     worked: float = 0.0
 

@@ -30,6 +30,9 @@ class SyncRolloutClient:
             raise
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        if self._loop.is_closed():
+            work.close()
+            raise RuntimeError("this client is closed: make a new SyncRolloutClient")
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()

@@ -6,6 +6,7 @@ All processes belong to this one: they are ended and waited for, however the dem
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import signal
@@ -34,6 +35,8 @@ from workers import interrupt
 from workers.policy import scripted, tokenizer
 from workers.view import Progress
 from workers.workshop import handlers_path
+
+log = logging.getLogger(__name__)
 
 FAMILY = "gsm_symbolic"
 WAIT = 0.2
@@ -257,8 +260,14 @@ def answers_of(tasks: list[Task], config: Config) -> dict[str, Any]:
         gold = handler.gold(checked)
         ask = getattr(handler, "question", None)
         question = ask(checked) if callable(ask) else task.data.get("question", "")
-        if gold is not None and question:
-            answers[question] = gold
+        if gold is None or not question:
+            continue
+        if answers.setdefault(question, gold) != gold:
+            log.warning(
+                "tasks with the same prompt have different right answers; the scripted policy knows a task by its "
+                "prompt and gives all of them the first one's: %.80r",
+                question,
+            )
     return answers
 
 

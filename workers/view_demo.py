@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,13 +25,26 @@ def show(outcome: Outcome, *, scripted: bool) -> None:
     counted = ", ".join(f"{totals[name]} {name}" for name in ("groups", "rollouts", "scored", "failed"))
     took, start = view.seconds(outcome.seconds), view.seconds(outcome.started)
     console.print(f"{counted}, in {took} (after {start} to start the processes)", markup=False)
+    _failures(outcome, console)
     _one(outcome)
-    if scripted:
+    if scripted and totals["scored"]:
         console.print(
             f"The replies came from a {NAME}. It looks the answers up, and gets some wrong on purpose.", markup=False
         )
     if outcome.kept:
         console.print(f"Kept: {outcome.kept} (logs, settings, tokenizer, the server's data)", markup=False)
+
+
+def _failures(outcome: Outcome, console: Any) -> None:
+    """Why rollouts failed, the commonest first, and how to see more."""
+    failed = [rollout for group in outcome.groups for rollout in group.rollouts if rollout.failure is not None]
+    whys = Counter((item.failure.kind, item.failure.stage, item.failure.why) for item in failed if item.failure)
+    for (kind, stage, why), count in whys.most_common(3):
+        console.print(f"{count} failed in {stage} ({kind}): {why[:500]}", markup=False)
+    if failed:
+        console.print(
+            f"`rollout try {failed[0].handler}` plays one in this process and shows the traceback", markup=False
+        )
 
 
 def summary(outcome: Outcome) -> dict[str, Any]:

@@ -39,7 +39,9 @@ async def test_a_lost_reply_of_each_verb(workers: Workers, tmp_path: Path, cut: 
             us.got[cancelled] = us.got[ids[0]]
             await us.check_empty()
         for verb in (*VERBS, "payload"):
-            assert proxy.lost[verb] == times, f"the reply of {verb} was to be lost"
+            # A client that closes gives back for a second at most; after a silent reply the leases end by themselves.
+            wanted = 1 if verb == "hand_back" and not cut else times
+            assert proxy.lost[verb] == wanted, f"the reply of {verb} was to be lost"
 
 
 async def hand_back(config: Config) -> None:

@@ -164,7 +164,7 @@ async def test_a_call_that_nobody_took_is_repeated_while_the_clock_stands(
 
     async with pair(tokens, faults=fault) as both:
         done = await both.policy.bound(Clock()).generate(both.prompt, {})
-    assert done.finish_reason == "stop" and paused == ["no backend", "no backend"]
+    assert done.finish_reason == "stop" and paused == [f"no backend at {both.policy.url}"] * 2
 
 
 async def test_no_backend_is_waited_for_and_then_named(tokens: tokenizer.Tokenizer) -> None:

@@ -34,6 +34,9 @@ log = logging.getLogger(__name__)
 SLICE = 4096
 """Ids encoded at a time: about 0.05 ms and 25 KB."""
 
+SAY_EVERY = 30.0
+"""Seconds between two log lines that say that no backend answers."""
+
 ABORT_SECONDS = 2.0
 HEALTH_SECONDS = 5.0
 CONNECT_SECONDS = 10.0
@@ -201,7 +204,8 @@ class VllmPolicy(Rendering):
 
     async def _wait(self, failed_at: float, tries: int, why: str) -> None:
         """Return when a backend looks usable again; raise PolicyError when `policy_wait` is over."""
-        pause = self.clock.paused("no backend") if self.clock else contextlib.nullcontext()
+        self._shared.say_unreachable(self.url, why, self.policy_wait)
+        pause = self.clock.paused(f"no backend at {self.url}") if self.clock else contextlib.nullcontext()
         with pause:
             while True:
                 left = self.policy_wait - (time.monotonic() - failed_at)
@@ -257,6 +261,7 @@ class _Shared:
         self._session = session
         self._owned = session is None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._said = float("-inf")
         self.version = 0
         self.labels = False
 
@@ -266,6 +271,14 @@ class _Shared:
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=20)
             self._session = aiohttp.ClientSession(connector=connector, trust_env=False, auto_decompress=True)
         return self._session
+
+    def say_unreachable(self, url: str, why: str, patience: float) -> None:
+        """Log that calls wait: once for all of them, and again every SAY_EVERY seconds."""
+        if time.monotonic() - self._said >= SAY_EVERY:
+            self._said = time.monotonic()
+            log.warning(
+                "no usable backend at %s: %s; calls wait for one, %g s at most (limits.policy_wait)", url, why, patience
+            )
 
     def spawn(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)
