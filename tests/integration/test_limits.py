@@ -117,9 +117,17 @@ async def test_a_cancelled_plain_method_is_killed(config: Config, tmp_path: Path
         await gone([int(pid) for pid in pids.read_text().split()])
 
 
+def alive(pid: int) -> bool:
+    """Neither gone nor a zombie; a process may go between two looks."""
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
 async def gone(pids: list[int]) -> None:
     for _ in range(200):
-        if not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids):
+        if not any(alive(pid) for pid in pids):
             return
         await asyncio.sleep(0.02)
     raise AssertionError(f"of {pids} some live on")

@@ -126,9 +126,7 @@ def test_the_line_to_change_stands_in_the_template() -> None:
 
 def test_the_docs_speak_of_the_project_alone() -> None:
     for page in PAGES:
-        assert not re.search(r"/home/\w|/root/\w", page.read_text(encoding="utf-8"), re.IGNORECASE), (
-            page.name
-        )
+        assert not re.search(r"/home/\w|/root/\w", page.read_text(encoding="utf-8"), re.IGNORECASE), page.name
 
 
 def test_the_glossary_holds_each_word_once() -> None:
