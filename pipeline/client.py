@@ -263,8 +263,12 @@ class RolloutClient:
         """Turns of a pop: at once, then with each ring, until `timeout`. Lost rollouts are enqueued again meanwhile."""
         until = time.monotonic() + timeout if timeout is not None else None
         bell = connect(self.config, blocking=True)
+        task = asyncio.current_task()
+        cancels = task.cancelling() if task else 0
         try:
             while True:
+                if task and task.cancelling() > cancels:  # wait_for, inside redis-py, swallows one on Python 3.11
+                    raise asyncio.CancelledError
                 yield
                 left = until - time.monotonic() if until is not None else 1.0
                 if left <= 0:

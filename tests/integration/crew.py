@@ -28,6 +28,7 @@ def configured(service: RedisService, **changes: Any) -> Config:
 @contextlib.asynccontextmanager
 async def serving(config: Config, *stages: str, slots: int = 8) -> AsyncIterator[dict[str, Worker]]:
     """One worker for each of these stages (all of them by default); they drain and end with the block."""
+    config = config.changed({"limits.loop_dead": 3600.0})  # these workers share the tests' own process: it must not end
     crew = {stage: Worker(config, Stage(stage), slots) for stage in stages or ("init", "run", "eval")}
     tasks = [asyncio.create_task(worker.run()) for worker in crew.values()]
     try:
