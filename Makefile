@@ -37,7 +37,7 @@ soak: $(STAMP) ## the full sizes: the long tests, then the benchmarks
 	$(BIN)/pytest tests -m slow --timeout 3600 $(ARGS)
 	@$(MAKE) --no-print-directory bench ARGS=
 
-system: ## what changes the machine: installs redis-server where there is none; prints it first
+system: ## what changes the machine: installs redis-server, bubblewrap and Apptainer where they are missing; says so first
 	@.ci/system.sh
 
 docs: $(STAMP) ## write docs/config.md and docs/redis-keys.md anew, from config.yaml and pipeline/queue.py

@@ -1,50 +1,92 @@
 #!/usr/bin/env bash
-# What the tests need from the machine itself: a Redis server (redis-server or valkey-server >= 7 on PATH).
-# Says first what it will do; does nothing where it is there already. Needs no systemd; starts no service.
+# What the tests need from the machine itself: a Redis server (redis-server or valkey-server >= 7 on PATH), and for
+# sandboxes bubblewrap, newuidmap and Apptainer. Says first what it will do; does nothing where all is there already.
+# Needs no systemd; starts no service. Without Redis it fails; without the rest only where CI=true.
+# Environment: APPTAINER_DEB and others, see install-apptainer.sh.
 set -euo pipefail
 export PATH="$PATH:/usr/sbin:/sbin:/usr/local/bin"
+here=$(cd "$(dirname "$0")" && pwd)
+missing=0
 
-major() { "$1" --version 2>/dev/null | sed -n 's/.* v=\([0-9]*\)\..*/\1/p'; }
-for server in valkey-server redis-server; do
-    version=$(major "$server" || true)
-    if [ "${version:-0}" -ge 7 ]; then
-        echo "system: $server $version is here ($(command -v "$server")): nothing to do"
-        exit 0
-    fi
-done
+say() { echo "system: $*"; }
+lack() { say "$*" >&2; missing=1; }
 
-if ! command -v apt-get >/dev/null; then
-    echo "system: no redis-server >= 7 here, and no apt-get to install one: install redis-server or valkey-server" >&2
-    exit 1
-fi
 root=()
-if [ "$(id -u)" != 0 ]; then
-    if ! { command -v sudo >/dev/null && sudo -n true 2>/dev/null; }; then
-        echo "system: installing redis-server needs root: run 'sudo make system' (or ask for 'apt-get install redis-server')" >&2
-        exit 1
+become_root() { # whether this can install at all; fills `root`
+    [ "$(id -u)" = 0 ] && return 0
+    command -v sudo >/dev/null && sudo -n true 2>/dev/null && root=(sudo -n)
+}
+apt_install() {
+    local -a apt=(env DEBIAN_FRONTEND=noninteractive apt-get -o DPkg::Lock::Timeout=300 install -y -q --no-install-recommends)
+    "${root[@]}" "${apt[@]}" "$@" </dev/null ||
+        { "${root[@]}" apt-get update -q && "${root[@]}" "${apt[@]}" "$@" </dev/null; }
+}
+can_install() { # $1: what for
+    command -v apt-get >/dev/null || { lack "no $1 here, and no apt-get to install it: install $1"; return 1; }
+    become_root || { lack "installing $1 needs root: run 'sudo make system', or ask for $1"; return 1; }
+}
+
+# --- Redis
+major() { "$1" --version 2>/dev/null | sed -n 's/.* v=\([0-9]*\)\..*/\1/p'; }
+redis_here() {
+    local server version
+    for server in valkey-server redis-server; do
+        version=$(major "$server" || true)
+        if [ "${version:-0}" -ge 7 ]; then say "$server $version is here ($(command -v "$server"))"; return 0; fi
+    done
+    return 1
+}
+install_redis() {
+    say "will install the package redis-server (apt-get install), and keep its service from starting"
+    # Packages start their service at once; a policy of 101 forbids that. One that is there already is the owner's: kept.
+    local policy=/usr/sbin/policy-rc.d made=no before=no done=0
+    if [ ! -e "$policy" ]; then
+        made=yes
+        printf '#!/bin/sh\nexit 101\n' | "${root[@]}" tee "$policy" >/dev/null
+        "${root[@]}" chmod 755 "$policy"
     fi
-    root=(sudo -n)
+    [ -e /run/redis/redis-server.pid ] && before=yes
+    apt_install redis-server || done=$?
+    [ "$made" = no ] || "${root[@]}" rm -f "$policy"
+    if [ "$before" = no ] && [ -e /run/redis/redis-server.pid ]; then
+        say "stopping the redis service that the installation started"
+        "${root[@]}" service redis-server stop || true
+    fi
+    return "$done"
+}
+if ! redis_here; then
+    can_install "redis-server >= 7" || exit 1
+    install_redis || { say "redis-server could not be installed" >&2; exit 1; }
+    redis_here || { say "the redis-server of this distribution is too old; the tests need 7 or newer" >&2; exit 1; }
 fi
 
-echo "system: will install the package redis-server (apt-get install), and keep its service from starting"
-# Packages start their service at once; a policy of 101 forbids that. One that is there already is the owner's: kept.
-policy=/usr/sbin/policy-rc.d
-if [ ! -e "$policy" ]; then
-    trap '"${root[@]}" rm -f "$policy"' EXIT
-    printf '#!/bin/sh\nexit 101\n' | "${root[@]}" tee "$policy" >/dev/null
-    "${root[@]}" chmod 755 "$policy"
+# --- bubblewrap and newuidmap
+packages=()
+command -v bwrap >/dev/null || packages+=(bubblewrap)
+command -v newuidmap >/dev/null || packages+=(uidmap)
+command -v nsenter >/dev/null || packages+=(util-linux)
+if [ "${#packages[@]}" -gt 0 ] && can_install "${packages[*]}"; then
+    say "will install ${packages[*]} (apt-get install)"
+    apt_install "${packages[@]}" >/dev/null || lack "${packages[*]} could not be installed"
 fi
-running() { [ -e /run/redis/redis-server.pid ]; }
-running && before=yes || before=no
-install() { "${root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends redis-server; }
-install </dev/null || { "${root[@]}" apt-get update -q && install </dev/null; }
-if [ "$before" = no ] && running; then
-    echo "system: stopping the redis service that the installation started"
-    "${root[@]}" service redis-server stop || true
+command -v bwrap >/dev/null && say "$(bwrap --version) is here"
+
+# --- Apptainer; the FUSE device's mode goes with every boot
+apptainer_ready() {
+    apptainer --version >/dev/null 2>&1 && { [ ! -e /dev/fuse ] || [ "$(stat -c %a /dev/fuse)" = 666 ]; }
+}
+if ! apptainer_ready; then
+    if ! command -v dpkg >/dev/null || [ "$(dpkg --print-architecture)" != amd64 ]; then
+        lack "no Apptainer here, and .ci/install-apptainer.sh knows Debian on amd64 only: see apptainer.org"
+    elif can_install apptainer; then
+        say "will run .ci/install-apptainer.sh: the package of Debian sid, and /dev/fuse for all users"
+        "${root[@]}" env APPTAINER_DEB="${APPTAINER_DEB:-}" bash "$here/install-apptainer.sh" ||
+            lack "Apptainer could not be installed (is Debian's mirror reachable?): its tests will say so"
+    fi
 fi
-version=$(major redis-server || true)
-if [ "${version:-0}" -lt 7 ]; then
-    echo "system: the redis-server of this distribution is version ${version:-unknown}; the tests need 7 or newer" >&2
-    exit 1
+if apptainer_ready; then say "$(apptainer --version) is here"; fi
+
+if [ "$missing" = 1 ]; then
+    [ "${CI:-}" != true ] || exit 1
+    say "Redis is here, so the tests run; those of what is missing are left out"
 fi
-echo "system: redis-server $version is installed"

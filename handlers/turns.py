@@ -10,26 +10,9 @@ import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+from handlers.tools import TOOLS, answer
 from pipeline.errors import ContextFull, PolicyError
-from pipeline.interfaces import AgentHandler, Completion, Context, Message, Parsed, Policy, Sandbox, ToolCall
-
-BASH = {
-    "type": "function",
-    "function": {
-        "name": "bash",
-        "description": "Run a command in a persistent bash shell. Folder and variables are kept between calls.",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "command": {"type": "string", "description": "The command."},
-                "timeout": {"type": "number", "description": "Seconds until it is stopped."},
-            },
-            "required": ["command"],
-        },
-    },
-}
-TOOLS = {"bash": BASH}
-"""Name -> what the policy is told of it (OpenAI's form)."""
+from pipeline.interfaces import AgentHandler, Completion, Context, Message, Parsed, Policy, ToolCall
 
 MOST_ABORTS = 100
 """A reply that was aborted (the weights changed) is gone on with; this often in one turn is a fault of the server."""
@@ -39,7 +22,7 @@ class Turns(AgentHandler):
     """Plays a conversation until the policy calls no tool, its turns are over, or its window is full."""
 
     tools: ClassVar[tuple[str, ...]] = ()
-    """Names out of TOOLS."""
+    """Names out of `handlers.tools.TOOLS`: bash, ipython, read_file, write_file, edit_file."""
 
     def __init_subclass__(cls, **named: Any) -> None:
         super().__init_subclass__(**named)
@@ -81,7 +64,7 @@ class Turns(AgentHandler):
 
     async def use(self, ctx: Context, call: ToolCall) -> Message:
         """Run one tool call; whatever is wrong with it is said to the policy."""
-        text = await _result(ctx.sandbox, call, self.tools)
+        text = await answer(ctx.sandbox, call, self.tools)
         return {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": text}
 
 
@@ -173,19 +156,3 @@ def _add(ctx: Context, done: Completion) -> None:
         seconds=done.seconds,
         sampling=done.sampling,
     )
-
-
-async def _result(sandbox: Sandbox | None, call: ToolCall, tools: Sequence[str]) -> str:
-    if call.arguments is None:
-        return f"Error: nothing was run: {call.error}. Call again with valid JSON."
-    if call.name not in tools or sandbox is None:
-        return f"Error: there is no tool {call.name!r}; there are: {', '.join(tools) or 'none'}."
-    command, timeout = call.arguments.get("command"), call.arguments.get("timeout")
-    if not isinstance(command, str) or not command.strip():
-        return "Error: nothing was run: bash wants `command`, a text that is not empty."
-    if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0):
-        return "Error: nothing was run: `timeout` is a number of seconds above 0."
-    output = await sandbox.bash(command, timeout)
-    if output.timed_out:
-        return f"{output.text}\n[timed out]"
-    return output.text if output.exit_code == 0 else f"{output.text}\n[exit code {output.exit_code}]"

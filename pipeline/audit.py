@@ -19,10 +19,10 @@ MOST = 100
 """Findings that are listed; the rest is counted."""
 
 STAGES = (*(stage.value for stage in WORKING), "done")
-SINGLE = {"schema", "seq", "due", "workers", "beats", "counts", "tick", "blind"}
+SINGLE = {"schema", "seq", "due", "places", "workers", "beats", "counts", "tick", "blind"}
 FAMILIES = {
-    "r", "a", "p", "t", "g", "m", "ready", "lease", "delayed", "groups", "own", "died", "credit", "claim", "bell",
-    "dead", "letter", "gone",
+    "r", "a", "p", "t", "g", "m", "ready", "place", "lease", "delayed", "groups", "own", "died", "credit", "claim",
+    "bell", "dead", "letter", "gone",
 }  # fmt: skip
 EXPIRING = {"died", "claim", "letter", "gone"}
 
@@ -78,6 +78,8 @@ def _sort(found: Found, name: str) -> None:
             found.owners.append(rest)
         elif kind == "ready":
             found.lanes.add(rest.partition(":")[2])
+        elif kind == "place":
+            found.lanes.add(rest)
         if kind in EXPIRING:
             found.expiring.append(name)
     else:
@@ -87,6 +89,7 @@ def _sort(found: Found, name: str) -> None:
 async def _members(queue: Queue, found: Found) -> None:
     """Ids that stand in a set, whether or not they have a hash."""
     names: list[tuple[str, ...]] = [("ready", stage, lane) for stage in STAGES for lane in sorted(found.lanes)]
+    names += [("place", lane) for lane in sorted(found.lanes)]
     names += [(state, stage) for state in ("lease", "delayed") for stage in STAGES] + [("due",)]
     for name in names:
         async for page in _pages(queue, "ZSCAN", queue.key(*name)):
@@ -189,10 +192,7 @@ async def _complete(queue: Queue, found: Found) -> list[str]:
 async def _lanes(queue: Queue, found: Found) -> list[str]:
     """A lane that no worker claims from."""
     unknown = sorted(found.lanes - set(queue.config.line.lanes))
-    sizes = [
-        sum([int(await queue.execute("ZCARD", queue.key("ready", stage, lane))) for stage in STAGES])
-        for lane in unknown
-    ]
+    sizes = [sum([int(await queue.execute("ZCARD", name)) for name in _waiting(queue, [lane])]) for lane in unknown]
     return [
         f"lane {lane} holds {size} rollouts, but line.lanes does not name it: nobody claims them"
         for lane, size in zip(unknown, sizes, strict=True)
@@ -200,9 +200,15 @@ async def _lanes(queue: Queue, found: Found) -> list[str]:
     ]
 
 
+def _waiting(queue: Queue, lanes: list[str]) -> list[str]:
+    """The sets in which rollouts of these lanes wait."""
+    ready = [queue.key("ready", stage, lane) for stage in STAGES for lane in lanes]
+    return ready + [queue.key("place", lane) for lane in lanes]
+
+
 async def _counters(queue: Queue, found: Found) -> list[str]:
     """enqueued = live + acked, and live = what stands in the sets, all read in one step."""
-    sets = [queue.key("ready", stage, lane) for stage in STAGES for lane in sorted(found.lanes)]
+    sets = _waiting(queue, sorted(found.lanes))
     sets += [queue.key(state, stage) for state in ("lease", "delayed") for stage in STAGES]
     commands = [("HMGET", queue.key("counts"), "enqueued", "live", "acked"), *(("ZCARD", name) for name in sets)]
     ((numbers, *sizes),) = await _pairs(queue, [tuple(commands)])

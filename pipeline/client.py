@@ -166,7 +166,7 @@ class RolloutClient:
         return await self.queue.enqueue(
             group, encode_compressed(task), [(item.id, encode(item)) for item in envelopes], lane=about["lane"],
             priority=about["priority"], samples=about["samples"], queue_ttl=self.config.limits.queue_ttl,
-            deadline=task.deadline,
+            deadline=task.deadline, handler=task.handler,
         )  # fmt: skip
 
     def _check_lane(self, lane: str) -> None:

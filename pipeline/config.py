@@ -142,10 +142,29 @@ class PolicyConfig(Section):
 class SandboxConfig(Section):
     """Where the agent's commands run."""
 
-    driver: Annotated[str, Field(pattern="^local$")] = "local"
+    driver: Annotated[str, Field(pattern="^(local|bubblewrap|apptainer)$")] = "local"
+    image: str = "host"
     root: str = ""
+    max_live: Count = 0
+    reserve: Annotated[float, Field(ge=0, lt=1)] = 0.1
     command_timeout: Period = 120.0
+    start_timeout: Period = 60.0
+    memory_mb: AtLeastOne = 4096
+    processes: AtLeastOne = 512
+    disk_mb: AtLeastOne = 10_240
+    cpus: Annotated[float, Field(ge=0)] = 0.0
+    transfer_mb: AtLeastOne = 64
+    host_network: bool = False
+    listen: str = ""
     sweep: Period = 30.0
+
+
+class ImagesConfig(Section):
+    """The cache of images on this machine's disk."""
+
+    cache: str = ""
+    keep_gb: Annotated[float, Field(gt=0)] = 50.0
+    prefetch: list[str] = Field(default_factory=list)
 
 
 class PayloadConfig(Section):
@@ -169,6 +188,7 @@ class Config(Section):
     handlers: HandlersConfig = HandlersConfig()
     policy: PolicyConfig = PolicyConfig()
     sandbox: SandboxConfig = SandboxConfig()
+    images: ImagesConfig = ImagesConfig()
     payload: PayloadConfig = PayloadConfig()
 
     _source: Path | None = PrivateAttr(default=None)

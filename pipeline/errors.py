@@ -18,6 +18,7 @@
     │   │   └── TrajectoryError         ids, mask, logprobs or turns that do not fit together
     │   └── ConfigError             a setting is wrong
     ├── ContextFull             the policy's window holds no further token: the rollout is scored, marked truncated
+    ├── NeedsPlace              INIT found that the rollout needs a sandbox: it waits for a host with room
     ├── Stale                   the lease token is no longer ours: what we hold is worth nothing now
     ├── Cancelled               the trainer (or a person) cancelled the rollout
     └── ServiceError            towards the caller, not about one rollout
@@ -142,6 +143,12 @@ class ContextFull(LineError):
     """The policy's window holds no further token. No failure: the rollout is scored and marked truncated."""
 
     kind = "context"
+
+
+class NeedsPlace(LineError):
+    """The rollout needs a sandbox: it waits for a host with room. No failure, and it counts nothing."""
+
+    kind = "place"
 
 
 class Stale(LineError):

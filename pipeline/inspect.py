@@ -11,18 +11,21 @@ from pipeline.envelope import WORKING, Envelope, decode
 from pipeline.errors import EnvelopeError
 from pipeline.queue import Queue
 
-STATES = ("ready", "leased", "delayed", "dead")
+STATES = ("ready", "place", "leased", "delayed", "dead")
+"""`place`: waits at INIT for a host with room for its sandbox."""
 STAGES = (*(stage.value for stage in WORKING), "done")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Depth:
-    """One stage of one lane. `age`: seconds that the rollout next in turn has waited."""
+    """One stage of one lane. `age`: seconds that the rollout next in turn has waited. `place`: of those that are ready,
+    how many wait for a place of a sandbox host."""
 
     stage: str
     lane: str
     ready: int
     age: float
+    place: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,17 +46,25 @@ async def now(queue: Queue) -> float:
 
 
 async def stage_depth(queue: Queue, stage: str, lane: str) -> Depth:
-    key = queue.key("ready", stage, lane)
+    ready, age = await _waiting(queue, queue.key("ready", stage, lane))
+    if stage != WORKING[0].value:
+        return Depth(stage=stage, lane=lane, ready=ready, age=age)
+    place, longer = await _waiting(queue, queue.key("place", lane))
+    return Depth(stage=stage, lane=lane, ready=ready + place, place=place, age=max(age, longer))
+
+
+async def _waiting(queue: Queue, key: str) -> tuple[int, float]:
+    """How many wait in a set, and for how long the next in turn has (seconds)."""
     count, first = await asyncio.gather(queue.execute("ZCARD", key), queue.execute("ZRANGE", key, 0, 0))
-    age = 0.0
-    if first:
-        since = await queue.execute("HGET", queue.key("r", first[0].decode()), "since")
-        age = max(0.0, await now(queue) - int(since) / 1000) if since else 0.0
-    return Depth(stage=stage, lane=lane, ready=int(count), age=age)
+    since = await queue.execute("HGET", queue.key("r", first[0].decode()), "since") if first else None
+    return int(count), max(0.0, await now(queue) - int(since) / 1000) if since else 0.0
 
 
 async def depth(queue: Queue) -> dict[str, dict[str, Any]]:
-    """Per stage: ready (by lane), leased, delayed, dead, and the age of the next in turn (seconds)."""
+    """Per stage: ready (by lane), leased, delayed, dead, and the age of the next in turn (seconds).
+
+    `place` counts, by lane, those of the ready ones that wait for a place of a sandbox host.
+    """
     lanes = list(queue.config.line.lanes)
     out: dict[str, dict[str, Any]] = {}
     for stage in STAGES:
@@ -64,6 +75,7 @@ async def depth(queue: Queue) -> dict[str, dict[str, Any]]:
         out[stage] = {
             "ready": {item.lane: item.ready for item in by_lane}, "age": max(item.age for item in by_lane),
             "leased": int(leased), "delayed": int(delayed), "dead": int(dead),
+            "place": {item.lane: item.place for item in by_lane},
         }  # fmt: skip
     return out
 
@@ -78,6 +90,8 @@ async def counts(queue: Queue) -> dict[str, int]:
 def _set_of(queue: Queue, stage: str, state: str, lane: str) -> str:
     if state == "ready":
         return queue.key("ready", stage, lane)
+    if state == "place":
+        return queue.key("place", lane)
     return queue.key({"leased": "lease", "delayed": "delayed", "dead": "dead"}[state], stage)
 
 
@@ -144,7 +158,7 @@ async def workers(queue: Queue, silent_after: float | None = None) -> list[dict[
 
 async def where(queue: Queue, ids: list[str]) -> dict[str, Where]:
     """Where each rollout is, with a sentence that says why it waits. Unknown ids are left out."""
-    names = ("stage", "state", "owner", "since", "lane", "why", "kind", "outcome")
+    names = ("stage", "state", "owner", "since", "lane", "why", "kind", "outcome", "place")
     rows = await asyncio.gather(*(queue.execute("HMGET", queue.key("r", id), *names) for id in ids))
     if not any(row[0] for row in rows):
         return {}
@@ -182,6 +196,9 @@ def _why(values: dict[str, str], age: float, alive: list[dict[str, Any]]) -> str
         return f"waits {age:.0f} s in {stage}: its workers are stopping"
     if stage == "init" and all(worker.get("memory_high") for worker in serving):
         return f"waits {age:.0f} s in init: Redis is above the memory mark"
+    if stage == "init" and values["place"]:
+        live, most = (sum(int(worker.get(name, 0)) for worker in serving) for name in ("sandboxes", "max_live"))
+        return f"waits {age:.0f} s in init for a place: {live} of {most} sandboxes are live (sandbox.max_live)"
     busy = sum(int(worker["running"]) for worker in serving)
     slots = sum(int(worker["slots"]) for worker in serving)
     return f"waits {age:.0f} s in {stage}: {busy} of {slots} slots are busy in {len(serving)} worker(s)"

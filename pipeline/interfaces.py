@@ -31,16 +31,53 @@ class Output(NamedTuple):
     timed_out: bool = False
 
 
+class Cell(NamedTuple):
+    """What an IPython cell printed and returned (text, ANSI colours removed), and how it ended.
+
+    `error`: the exception's name, "TimeoutError" after a time-out, "" if it ended well. `images`: paths inside the
+    sandbox of the pictures that it showed.
+    """
+
+    text: str
+    error: str = ""
+    images: tuple[str, ...] = ()
+    timed_out: bool = False
+
+
 class Sandbox(Protocol):
-    """An open sandbox: one attempt uses it at a time."""
+    """An open sandbox: one attempt uses it at a time.
+
+    Each verb raises SandboxError (retryable) when the sandbox itself fails, and SandboxGone when it does not exist any
+    more. Paths are as seen inside; a relative one starts at the home.
+    """
 
     async def bash(self, command: str, timeout: float | None = None) -> Output:
-        """Run a command in the rollout's persistent shell. Raises SandboxError when the sandbox itself fails."""
+        """Run a command in the persistent shell. `timeout` (s) can shorten the site's limit, not lengthen it."""
         ...
 
-    async def read(self, path: str) -> bytes: ...
+    async def ipython(self, code: str, timeout: float | None = None) -> Cell:
+        """Run a cell in the rollout's persistent IPython kernel."""
+        ...
 
-    async def write(self, path: str, data: bytes) -> None: ...
+    async def read(self, path: str, start: int = 0, size: int | None = None) -> bytes:
+        """Bytes of a file from `start`, at most `size`. Raises OSError (with its errno), ValueError above the limit."""
+        ...
+
+    async def write(self, path: str, data: bytes) -> None:
+        """Write a file whole; missing folders are made. Raises OSError, ValueError above the size limit."""
+        ...
+
+    async def edit(self, path: str, old: str, new: str) -> None:
+        """Replace `old`, which must stand exactly once in the file. Raises OSError, ValueError with the count."""
+        ...
+
+    async def upload(self, path: str, tar: bytes) -> None:
+        """Unpack a tar archive into the folder `path`. Raises OSError, ValueError."""
+        ...
+
+    async def download(self, path: str) -> bytes:
+        """A file or a folder as a tar archive. Raises OSError, ValueError above the size limit."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,8 +213,12 @@ class AgentHandler:
     preload: ClassVar[tuple[str, ...]] = ()
     """Modules that the plain `def` methods need: imported once a worker instead of once a call."""
 
-    eval_sandbox: ClassVar[Literal["none", "same"]] = "none"
-    """What EVAL needs: nothing (RUN's commit frees the sandbox) or the same one."""
+    eval_sandbox: ClassVar[Literal["none", "same", "fresh"]] = "none"
+    """What EVAL needs: nothing (RUN's commit frees the sandbox), the same one, or a new one made from `sandbox`."""
+
+    resumable: ClassVar[bool] = True
+    """A RUN attempt that was lost is gone on with by replay: its model calls and sandbox actions are answered from the
+    journal as long as the handler asks the same ones. False for a handler with state elsewhere: it starts over."""
 
     async def init(self, ctx: Context) -> None:
         """Make the sandbox ready for the policy. Must be repeatable."""

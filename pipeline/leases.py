@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,6 +21,18 @@ class Claim(NamedTuple):
     waited: float
     worked: float
     task: bytes
+    place: str = ""
+    """The lane whose place it takes; empty where none was asked for."""
+
+
+class Places(NamedTuple):
+    """Free places of a sandbox host: in all, and how many each lane may take of them (a lane not named: all)."""
+
+    free: int
+    by_lane: Mapping[str, int]
+
+
+NO_PLACES = Places(0, {})
 
 
 class Popped(NamedTuple):
@@ -46,7 +58,8 @@ class Failure:
     """How an attempt ended without a result.
 
     `mode`: attempt (counts against retry.attempts), loss (against retry.losses), fatal (ends the rollout), back (given
-    back; counts nothing). `delay` seconds until it may be claimed again. `to`: "init" where RUN's sandbox is gone.
+    back; counts nothing). `delay` seconds until it may be claimed again. `to`: "init" where the sandbox is gone,
+    "place" where INIT found that it needs one.
     """
 
     mode: str
@@ -69,10 +82,10 @@ def read_tick(reply: Sequence[Any]) -> Ticked:
 
 
 def read_claim(row: Sequence[Any]) -> Claim:
-    id, token, attempt, losses, alone, envelope, payload_token, payload, waited, worked, task = row
+    id, token, attempt, losses, alone, envelope, payload_token, payload, waited, worked, task, place = row
     return Claim(
         text_of(id), text_of(token), int(attempt), int(losses), alone == b"1", bytes(envelope), text_of(payload_token),
-        bytes(payload), int(waited) / 1000, int(worked) / 1000, bytes(task),
+        bytes(payload), int(waited) / 1000, int(worked) / 1000, bytes(task), text_of(place),
     )  # fmt: skip
 
 

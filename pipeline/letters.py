@@ -99,6 +99,8 @@ async def _enqueue(queue: Queue, id: str, group: str, task: bytes, old: Envelope
         id=new, group=fresh, handler=old.handler, lane=old.lane, priority=old.priority, policy=old.policy,
         enqueued=time.time(), retry_of=id, extra=old.extra,
     )  # fmt: skip
-    await queue.enqueue(fresh, task, [(new, encode(envelope))], lane=old.lane, priority=old.priority, samples=1)
+    await queue.enqueue(
+        fresh, task, [(new, encode(envelope))], lane=old.lane, priority=old.priority, samples=1, handler=old.handler
+    )
     await queue.execute("HSET", key, "requeued_in", "1")
     return new

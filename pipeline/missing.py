@@ -17,7 +17,9 @@ async def why_missing(queue: Queue, lane: str, ids: list[str]) -> dict[str, str]
         return {id: found[id].why if id in found else "the server has no record of it" for id in ids[:LISTED]}
     listed: list[str] = []
     for stage in WORKING:
-        for state in ("ready", "leased", "delayed"):
+        for state in ("ready", "place", "leased", "delayed"):
+            if state == "place" and stage is not WORKING[0]:
+                continue
             listed += [row["id"] for row in await page(queue, stage.value, state, lane, 0, LISTED)]
     return {id: item.why for id, item in (await where(queue, listed)).items() if item.fields["lane"] == lane}
 

@@ -6,7 +6,8 @@ stated.
     schema          string   message format of the line
     seq             counter  order in which groups were enqueued
     r:ID            hash     one rollout: env group lane order stage state token owner attempts:STAGE losses deaths
-                             alone since entered waited worked restart payload sandbox cancel overdue ttl deadline
+                             alone since entered waited worked restart payload sandbox place cancel overdue ttl
+                             deadline
                              spent:STAGE; at its end outcome ended result, or kind why at log host exit
     a:ID            list     its attempts, JSON, the last 40
     p:ID:TOKEN      string   payload written by the holder of TOKEN (zstd msgpack); expires until a commit makes it stay
@@ -15,6 +16,8 @@ stated.
     g:GROUP         hash     samples lane order done left letters
     m:GROUP         set      ids of the group that are not acked
     ready:STAGE:LANE zset    waiting rollouts by order (age of the group, moved by priority); STAGE done: to be popped
+    place:LANE      zset     waiting rollouts of INIT that need a sandbox: for a host with a free place
+    places          set      handlers whose rollouts need a sandbox, as INIT workers found
     lease:STAGE     zset     leased rollouts by the end of their lease (server ms)
     delayed:STAGE   zset     rollouts that wait for a retry, by due time (ms)
     groups:LANE     zset     complete groups, by order
@@ -23,7 +26,7 @@ stated.
     died:WORKER     string   how many rollouts it held when its leases ran out; 1 h
     credit:STAGE    hash     lane -> credit of the weighted turn
     claim:W:STAGE   hash     last claim of a worker (nonce, what it got); 1 h
-    bell:STAGE, bell:done:LANE, bell:worker:W   lists   doorbells, 64 rings at most; a worker's 1 h
+    bell:STAGE, bell:done:LANE, bell:place, bell:worker:W   lists   doorbells, 64 rings at most; a worker's 1 h
     dead:STAGE      zset     dead letters by time (ms); keep.dead_days
     letter:ID       hash     copy of a failed rollout for people; keep.dead_days
     gone:ID         string   tombstone of an acked rollout; keep.gone_hours
@@ -57,7 +60,19 @@ from redis.exceptions import (
 from pipeline.config import Config
 from pipeline.envelope import SCHEMA, WORKING
 from pipeline.errors import ConfigError, MemoryHigh, QueueFull, RedisUnavailable
-from pipeline.leases import Claim, Failure, Popped, Ticked, read_beat, read_claim, read_tick, sendable, text_of
+from pipeline.leases import (
+    NO_PLACES,
+    Claim,
+    Failure,
+    Places,
+    Popped,
+    Ticked,
+    read_beat,
+    read_claim,
+    read_tick,
+    sendable,
+    text_of,
+)
 from pipeline.scripts import Pipeliner, script_call
 
 T = TypeVar("T")
@@ -186,8 +201,9 @@ class Queue:
         samples: int | None = None,
         queue_ttl: float = 0.0,
         deadline: float | None = None,
+        handler: str = "",
     ) -> int:
-        """Write a task's samples, all or none; returns how many were new.
+        """Write a task's samples, all or none; returns how many were new. `handler`: its name in the task.
 
         Raises QueueFull or MemoryHigh: nothing was written then. `deadline` is Unix time, `queue_ttl` seconds.
         """
@@ -195,7 +211,7 @@ class Queue:
         args = (
             group, task, priority, lane, self.config.line.max_length, WORKING[0].value,
             int(queue_ttl * 1000) if queue_ttl else "", int(deadline * 1000) if deadline else "",
-            samples if samples is not None else len(envelopes), *flat,
+            samples if samples is not None else len(envelopes), handler, *flat,
         )  # fmt: skip
         try:
             status, count = await self._verb("enqueue", *args)
@@ -214,7 +230,7 @@ class Queue:
         self, lane: str, n: int, consumer: str, lease: float, nonce: str | None = None, patience: float | None = None
     ) -> list[Popped]:
         """Lease up to n finished rollouts of a lane for `lease` seconds."""
-        args = ("done", n, int(lease * 1000), consumer, nonce or uuid.uuid4().hex, 0, lane, 1)
+        args = ("done", n, int(lease * 1000), consumer, nonce or uuid.uuid4().hex, 0, 0, lane, 1, 0)
         rows = await self._verb("claim", *args, patience=patience)
         return [Popped(text_of(row[0]), text_of(row[1])) for row in rows]
 
@@ -250,30 +266,73 @@ class Queue:
 
     # -- the worker's side -------------------------------------------------------------------------------------------
 
-    async def claim(self, stage: str, n: int, worker: str, nonce: str | None = None) -> list[Claim]:
-        """Lease up to n rollouts of a stage; lanes by weight, the oldest group first."""
-        args = self._claim_arguments(stage, n, worker, nonce or uuid.uuid4().hex)
+    async def claim(
+        self, stage: str, n: int, worker: str, nonce: str | None = None, places: Places = NO_PLACES
+    ) -> list[Claim]:
+        """Lease up to n rollouts of a stage; lanes by weight, the oldest group first.
+
+        At INIT, at most `places` of them are of handlers that need a sandbox.
+        """
+        args = self._claim_arguments(stage, n, worker, nonce or uuid.uuid4().hex, places)
         return [read_claim(row) for row in await self._verb("claim", *args)]
 
     async def claim_at_bell(
-        self, client: redis.asyncio.Redis, seconds: float, stage: str, n: int, worker: str, nonce: str
+        self,
+        client: redis.asyncio.Redis,
+        seconds: float,
+        stage: str,
+        n: int,
+        worker: str,
+        nonce: str,
+        places: Places = NO_PLACES,
     ) -> list[Claim] | None:
-        """Wait at the stage's doorbell and claim, in one trip; `client` may block.
+        """Wait at the stage's doorbell (with free places, at theirs too) and claim, in one trip; `client` may block.
 
         None when the reply was lost or is an error: `claim` with the same nonce then tells what happened.
         """
         pipe = client.pipeline(transaction=False)
-        pipe.execute_command("BLPOP", self.key("bell", stage), seconds)
-        pipe.execute_command(*script_call("claim", self.prefix, self._claim_arguments(stage, n, worker, nonce)))
+        bells = [self.key("bell", stage)] + ([self.key("bell", "place")] if places.free > 0 else [])
+        pipe.execute_command("BLPOP", *bells, seconds)
+        pipe.execute_command(*script_call("claim", self.prefix, self._claim_arguments(stage, n, worker, nonce, places)))
         try:
             _, reply = await pipe.execute(raise_on_error=False)
         except AWAY:
             return None
         return None if isinstance(reply, Exception) else [read_claim(row) for row in reply]
 
-    def _claim_arguments(self, stage: str, n: int, worker: str, nonce: str) -> tuple[Any, ...]:
-        lanes = [item for pair in self.config.line.lanes.items() for item in pair]
-        return (stage, n, self.lease_ms, worker, nonce, self.config.payload.inline_bytes, *lanes)
+    def _claim_arguments(self, stage: str, n: int, worker: str, nonce: str, places: Places) -> tuple[Any, ...]:
+        lanes = [
+            item
+            for lane, weight in self.config.line.lanes.items()
+            for item in (lane, weight, max(0, places.by_lane.get(lane, places.free)))
+        ]
+        inline = self.config.payload.inline_bytes
+        return (stage, n, self.lease_ms, worker, nonce, inline, max(0, places.free), *lanes)
+
+    async def leave_sandbox(self, ids: Sequence[str]) -> list[bool]:
+        """Take these rollouts' sandboxes away; whether each had one. Who works in it finds it gone: a loss."""
+        return [bool(int(item)) for item in await self._verb("leave", *ids)]
+
+    async def silent(self, worker: str) -> float | None:
+        """Seconds since a worker's last beat; None when it is not listed. A Redis that is away tells of nobody: 0."""
+        try:
+            score, (seconds, micros) = await asyncio.gather(
+                self.outlast(lambda: self.pipe.execute("ZSCORE", self.key("beats"), worker), 0.0),
+                self.outlast(lambda: self.pipe.execute("TIME"), 0.0),
+            )
+        except RedisUnavailable:
+            return 0.0
+        return None if score is None else max(0.0, int(seconds) + int(micros) / 1e6 - float(score) / 1000)
+
+    async def note_place(self, handler: str, needed: bool) -> None:
+        """Remember that this handler's rollouts need a sandbox: what is enqueued from now on waits for a place."""
+        await self.execute("SADD" if needed else "SREM", self.key("places"), handler)
+
+    async def hosted(self, sandboxes: Sequence[tuple[str, str, str]]) -> list[bool]:
+        """For each (id, the sandbox's text, token of INIT's attempt): whether that sandbox is still wanted."""
+        if not sandboxes:
+            return []
+        return [bool(int(item)) for item in await self._verb("hosted", *(part for item in sandboxes for part in item))]
 
     async def write_payload(self, id: str, token: str, data: bytes, life: float) -> None:
         """Write a payload under its token; it expires after `life` seconds unless a commit makes it stay.

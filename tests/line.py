@@ -11,7 +11,7 @@ from pipeline.queue import Queue
 
 # What may stay when a line is empty: each has a bound of its own (`pipeline/queue.py` says which).
 BOUNDED = (
-    "schema", "seq", "counts", "tick", "blind", "workers", "beats", "credit:*", "claim:*", "bell:*", "dead:*",
+    "schema", "seq", "counts", "places", "tick", "blind", "workers", "beats", "credit:*", "claim:*", "bell:*", "dead:*",
     "letter:*", "gone:*", "died:*",
 )  # fmt: skip
 EXPIRING = ("letter:*", "gone:*", "died:*", "claim:*", "bell:worker:*")

@@ -21,7 +21,12 @@ from pipeline.connection import connect, connect_sync
 
 # Seconds short enough for tests; the proportions are those of the defaults.
 QUICK: dict[str, Any] = {"lease.seconds": 3.0, "lease.beat": 0.5, "lease.tick": 0.2, "retry.backoff": 0.05}
-MEND = {"redis-server": "say `make system`, or install redis-server >= 7"}
+MEND = {
+    "redis-server": "say `make system`, or install redis-server >= 7",
+    "bwrap": "say `make system`, or install bubblewrap",
+    "apptainer": "say `make system`, or install Apptainer >= 1.2",
+    "nsenter": "install util-linux",
+}
 
 
 def require(program: str) -> str:

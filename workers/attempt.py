@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pipeline import wire
@@ -16,7 +17,9 @@ from pipeline.errors import (
     Fatal,
     LimitExceeded,
     LineError,
+    NeedsPlace,
     OutOfTime,
+    SandboxError,
     SandboxGone,
     Stale,
     TaskError,
@@ -26,7 +29,8 @@ from pipeline.leases import Claim, Failure
 from pipeline.log import AttemptLog
 from workers.children import ChildDied, Children
 from workers.clock import WorkingClock
-from workers.stages import Done, Job, process, sandbox_text
+from workers.sandbox.stock import reference_text
+from workers.stages import Done, Job, prepare, process
 
 if TYPE_CHECKING:
     from workers.loop import Worker
@@ -134,8 +138,16 @@ class Attempt:
         children = self.worker.shop.children
         if self.claim.alone and isinstance(children, Children):
             self.log.warning("two processes died with it in company: it runs alone in a child process")
-            return await children.stage(job, self.clock.limit, self.log)
+            return await children.stage(await self._with_sandbox(job), self.clock.limit, self.log)
         return await process(job, self.worker.shop, self.log, self.clock)
+
+    async def _with_sandbox(self, job: Job) -> Job:
+        """INIT's sandbox is made here, in the process that serves it, and not in the child that uses it first."""
+        shop = self.worker.shop
+        handler = shop.handler(job.task.handler)
+        if self.stage is not Stage.INIT or handler.sandbox is None:
+            return job
+        return replace(job, made=(await prepare(job, handler, shop)).reference)
 
     async def _decode(self) -> Job:
         claim, queue = self.claim, self.worker.queue
@@ -151,7 +163,7 @@ class Attempt:
             payload = decode_compressed(Payload, data)
         return Job(
             stage=self.stage, id=claim.id, token=claim.token, attempt=claim.attempt, envelope=envelope,
-            task=decode_compressed(Task, raw), payload=payload,
+            task=decode_compressed(Task, raw), payload=payload, place=bool(claim.place),
         )  # fmt: skip
 
     # -- results -----------------------------------------------------------------------------------------------------
@@ -169,7 +181,7 @@ class Attempt:
         while status == "NOPAYLOAD":
             status = await queue.commit(
                 self.stage.value, claim.id, claim.token, NEXT[self.stage].value, encode(done.envelope),
-                payload=payload, written=written, restart=done.restart, sandbox=sandbox_text(done.envelope.sandbox),
+                payload=payload, written=written, restart=done.restart, sandbox=reference_text(done.envelope.sandbox),
                 record=self._record("committed"), worked=self.clock.elapsed, result=self._result(done),
             )  # fmt: skip
             if status == "NOPAYLOAD" and done.payload is not None:  # it expired while Redis was away: write it again
@@ -216,15 +228,19 @@ class Attempt:
         }  # fmt: skip
         if isinstance(error, Cancelled):
             return Failure(mode="back", **about)
+        if isinstance(error, NeedsPlace):
+            return Failure(mode="back", to="place", **about)
+        had = self.job is not None and self.job.envelope.sandbox is not None and self.stage is not Stage.INIT
         if isinstance(error, SandboxGone):
-            return Failure(mode="loss", to="init" if self.stage is Stage.RUN else "", **about)
+            return Failure(mode="loss", to="init" if had else "", **about)  # INIT makes another one
         if isinstance(error, WorkerLost) and not isinstance(error, ChildDied):
             return Failure(mode="loss", **about)
         if isinstance(error, Fatal):
             return Failure(mode="fatal", **about)
         retry = self.config.retry
         delay = min(retry.backoff * 2.0 ** max(0, self.claim.attempt - 1), retry.backoff_max)
-        return Failure(mode="attempt", delay=delay, **about)
+        to = "init" if had and isinstance(error, SandboxError) and self.stage is Stage.RUN else ""
+        return Failure(mode="attempt", delay=delay, to=to, **about)
 
     def _record(self, outcome: str, failure: Failure | None = None) -> str:
         """This attempt for `rollout show`: JSON."""
@@ -241,23 +257,3 @@ class Attempt:
         if self.log.tail:
             record["log"] = self.log.tail
         return json.dumps(record)
-
-    # -- effects that can't be repeated: after the commit --------------------------------------------------------------
-
-    async def after_commit(self, done: Done) -> None:
-        if done.freed is not None:
-            await self.worker.shop.need_driver().discard(done.freed)
-
-    async def clean_up(self, status: str, done: Done | None) -> None:
-        """After an attempt whose result was not taken, discard the sandbox that nobody will use again.
-
-        INIT's is its own. RUN's has been touched: the next attempt gets a fresh one. EVAL's waits for the next attempt,
-        unless this one was the last.
-        """
-        reference = self.job.envelope.sandbox if self.job is not None else None
-        if self.stage is Stage.INIT:
-            reference = done.envelope.sandbox if done is not None else None
-        elif self.stage is Stage.EVAL and status not in ("FAILED", "CANCELLED"):
-            reference = None
-        if reference is not None:
-            await self.worker.shop.need_driver().discard(reference)

@@ -19,7 +19,7 @@ import handlers
 from pipeline import wire
 from pipeline.config import Config
 from pipeline.envelope import Envelope, Payload, Stage, Task, from_map, to_map
-from pipeline.errors import Fatal, HandlerError, LineError, Retryable, WorkerLost
+from pipeline.errors import Fatal, HandlerError, LineError, Retryable, Stale, WorkerLost
 from pipeline.interfaces import Reward
 from pipeline.log import AttemptLog
 from workers.stages import Done, Job, as_reward, collected, context, process, wrapped
@@ -33,7 +33,8 @@ def frame(value: Any) -> bytes:
 
 
 def job_to_map(job: Job) -> dict[str, Any]:
-    about = {"stage": job.stage.value, "id": job.id, "token": job.token, "attempt": job.attempt}
+    about: dict[str, Any] = {"stage": job.stage.value, "id": job.id, "token": job.token, "attempt": job.attempt}
+    about |= {"place": job.place, "made": job.made}
     return {**about, "envelope": to_map(job.envelope), "task": to_map(job.task), "payload": to_map(job.payload)}
 
 
@@ -46,6 +47,8 @@ def job_from_map(value: dict[str, Any]) -> Job:
         envelope=from_map(Envelope, value["envelope"]),
         task=from_map(Task, value["task"]),
         payload=from_map(Payload, value["payload"]),
+        place=value["place"],
+        made=value["made"],
     )
 
 
@@ -63,7 +66,6 @@ def done_from_map(value: dict[str, Any]) -> Done:
         payload=from_map(Payload, value["payload"]) if value["payload"] else None,
         reward=reward_from_map(value["reward"]),
         restart=value["restart"],
-        freed=value["freed"],
     )
 
 
@@ -73,7 +75,6 @@ def _done_to_map(done: Done) -> dict[str, Any]:
         "payload": to_map(done.payload) if done.payload else None,
         "reward": reward_to_map(done.reward),
         "restart": done.restart,
-        "freed": done.freed,
     }
 
 
@@ -83,7 +84,7 @@ def _method(request: dict[str, Any], log: AttemptLog) -> dict[str, Any]:
     ctx = context(job, handler, log, request["max_turns"])
     try:
         answer = getattr(handler, request["method"])(ctx)
-    except (Retryable, Fatal):
+    except (Retryable, Fatal, Stale):
         raise
     except (Exception, SystemExit) as error:
         raise wrapped(job, error, log) from error

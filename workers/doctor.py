@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import resource
 import sys
@@ -21,7 +20,7 @@ from pipeline.connection import check, connect, redacted
 from pipeline.envelope import SCHEMA
 from pipeline.errors import LineError
 from pipeline.queue import Queue
-from workers.workshop import handlers_path, sandbox_root
+from workers.workshop import handlers_path
 
 OLDEST_PYTHON = (3, 11)
 SLOW_MS = 5.0
@@ -208,26 +207,6 @@ async def _handlers(config: Config) -> list[Finding]:
 
 
 async def _sandbox(config: Config) -> list[Finding]:
-    from workers.sandbox import driver
+    from workers.doctor_sandbox import findings
 
-    made = driver(config.sandbox.driver, sandbox_root(config), config.sandbox.command_timeout)
-    reference = await made.prepare({}, f"doctor-{time.time_ns()}")
-    try:
-        session = await made.open(reference)
-        try:
-            output = await asyncio.wait_for(session.bash("echo sound", 10), 15)
-        finally:
-            await session.close()
-    finally:
-        await made.discard(reference)
-    if "sound" not in output.text:
-        return [
-            Finding("sandbox", "fail", f"{config.sandbox.driver}: bash said {output.text!r:.200}", "is bash installed?")
-        ]
-    if config.sandbox.driver == "local":
-        return [
-            Finding(
-                "sandbox", "warn", "local works, and isolates nothing", "use it for tests and for code that you trust"
-            )
-        ]
-    return [Finding("sandbox", "ok", config.sandbox.driver)]
+    return await findings(config)

@@ -20,14 +20,14 @@ import handlers
 from pipeline.config import Config
 from pipeline.connection import check, connect, connect_sync
 from pipeline.envelope import Stage
-from pipeline.errors import LineError, RedisUnavailable, Retryable, Stale, WorkerLost
+from pipeline.errors import LineError, NeedsPlace, RedisUnavailable, Retryable, Stale, WorkerLost
 from pipeline.leases import Claim, Failure
 from pipeline.queue import Queue
 from workers.attempt import Attempt
 from workers.children import Children
+from workers.hosting import Hosting
 from workers.metrics import Metrics
 from workers.stages import Done, Workshop
-from workers.sweep import sweep_for_ever
 from workers.upkeep import Held, Upkeep
 from workers.workshop import close, handlers_path, open_workshop
 
@@ -74,6 +74,7 @@ class Worker:
         self.shop: Workshop
         self.queue: Queue
         self.upkeep: Upkeep
+        self.hosting = Hosting(config)
         self._stopping = asyncio.Event()
         self._slot_free = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -96,7 +97,10 @@ class Worker:
         log.info("worker %s ends", self.name)
 
     async def _run(self) -> None:
-        self.shop = await open_workshop(self.config, handlers_path(self.config))
+        self.shop = await open_workshop(self.config, handlers_path(self.config), queue=self.queue)
+        if self.stage is Stage.INIT:
+            known = [*handlers.BUILT_IN, *self.config.handlers.load]
+            await self.hosting.open(self.name, self.queue, self.shop, known)
         self.upkeep = Upkeep(
             connect_sync(self.config, blocking=True), self.queue, self.name,
             held=self._held, on_beat=self._heard, about=self.about, kill=self._kill_children,
@@ -104,8 +108,6 @@ class Worker:
         self._loop = asyncio.get_running_loop()
         self.upkeep.start()
         helpers = [asyncio.create_task(self._pulse()), asyncio.create_task(self._watch_queue())]
-        if self.stage is Stage.INIT and self.shop.driver is not None:
-            helpers.append(asyncio.create_task(sweep_for_ever(self.queue, self.shop.driver, self.config.sandbox.sweep)))
         log.info("worker %s serves %s with %d slots", self.name, self.stage, self.slots)
         try:
             await self._warm_children()
@@ -141,6 +143,7 @@ class Worker:
 
     async def _drain(self) -> None:
         """Wait for what is in work; what has not ended after the grace time is given back as a loss."""
+        began = time.monotonic()
         if self._tasks:
             await asyncio.wait(
                 self._tasks, timeout=None if self.burst and not self._stopping.is_set() else self.config.limits.grace
@@ -153,6 +156,7 @@ class Worker:
             )
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=self.config.limits.swallow + self.config.redis.socket_timeout + 1)
+        await self.hosting.drain(self._stopping, lambda: max(0.0, began + self.config.limits.grace - time.monotonic()))
 
     # -- claiming ----------------------------------------------------------------------------------------------------
 
@@ -185,12 +189,15 @@ class Worker:
         """
         nonce = uuid.uuid4().hex
         try:
+            places = self.hosting.places()
             if wait:
-                seconds = 0.05 if self.burst else 1.0
-                claims = await self.queue.claim_at_bell(self._bell, seconds, self.stage.value, wanted, self.name, nonce)
+                seconds = 0.05 if self.burst else 0.1 if self.hosting.full else 1.0  # no bell tells of a free place
+                claims = await self.queue.claim_at_bell(
+                    self._bell, seconds, self.stage.value, wanted, self.name, nonce, places
+                )
                 if claims is not None:
                     return claims
-            return await self.queue.claim(self.stage.value, wanted, self.name, nonce)
+            return await self.queue.claim(self.stage.value, wanted, self.name, nonce, places)
         except RedisUnavailable:
             log.error("Redis stayed away for limits.outage = %g s: this worker ends", self.config.limits.outage)
             raise
@@ -207,6 +214,8 @@ class Worker:
 
     async def _is_empty(self) -> bool:
         keys = [self.queue.key("ready", self.stage.value, lane) for lane in self.config.line.lanes]
+        if self.stage is Stage.INIT:
+            keys += [self.queue.key("place", lane) for lane in self.config.line.lanes]
         keys.append(self.queue.key("delayed", self.stage.value))
         return not any(await asyncio.gather(*(self.queue.execute("ZCARD", key) for key in keys)))
 
@@ -214,6 +223,7 @@ class Worker:
 
     def _begin(self, claim: Claim) -> None:
         attempt = Attempt(self, claim)
+        self.hosting.begun(claim)
         self.running[claim.token] = attempt
         self.metrics.taken.inc()
         self.metrics.waiting.observe(claim.waited)
@@ -236,14 +246,12 @@ class Worker:
                 raise
             except LineError as error:
                 status = await attempt.fail(error)
+                if isinstance(error, NeedsPlace) and attempt.job is not None:
+                    await self.queue.note_place(attempt.job.task.handler, True)
             except Exception as error:  # not of the tree, so ours: given up at once, not when the lease runs out
                 attempt.log.exception("a fault of the worker itself")
                 status = await attempt.fail(Retryable(f"the worker itself failed: {type(error).__name__}: {error}"))
             self._count(status)
-            if done is not None and status in ("OK", "AGAIN"):
-                await attempt.after_commit(done)
-            else:
-                await attempt.clean_up(status, done)
         except RedisUnavailable as error:
             attempt.log.error("its result could not be written: %s; it will be done again elsewhere", error)
         except Exception:  # nothing may end here unseen: a rollout whose task died would keep its lease for ever
@@ -256,6 +264,7 @@ class Worker:
             self.metrics.working.observe(attempt.clock.elapsed)
             self.metrics.running.set(len(self.running))
             self._slot_free.set()
+        self.hosting.ended(attempt.claim)
 
     def abandon(self, attempt: Attempt) -> None:
         """Its coroutine swallowed the cancel: it is fenced, counted, and its slot opened again."""
@@ -276,6 +285,7 @@ class Worker:
         return [(self.stage.value, a.claim.id, a.claim.token) for a in list(self.running.values()) if not a.overdue()]
 
     def _heard(self, held: Held, replies: list[str | int]) -> None:
+        self.hosting.ring()
         bad = {triple[2]: reply for triple, reply in zip(held, replies, strict=True) if reply != 1}
         if bad:
             with contextlib.suppress(RuntimeError):  # the loop has closed: nothing is left to tell
@@ -292,7 +302,7 @@ class Worker:
         return {
             "stage": self.stage.value, "host": self.host, "pid": os.getpid(), "slots": self.slots,
             "running": len(self.running), "version": self.version, "started": self.started,
-            "stopping": self._stopping.is_set(),
+            "stopping": self._stopping.is_set(), **self.hosting.about(),
             "memory_high": self.upkeep.memory_high, "stalled": self.upkeep.stalled,
             "paused": next((a.clock.why for a in list(self.running.values()) if a.clock.why), ""),
         }  # fmt: skip

@@ -5,9 +5,10 @@ The same code runs in the worker's event loop and, for a rollout that must run a
 
 from __future__ import annotations
 
+import asyncio
 import inspect
-import json
 import traceback
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -15,15 +16,16 @@ import handlers
 from pipeline.builder import TrajectoryBuilder
 from pipeline.config import Config
 from pipeline.envelope import Envelope, Payload, Stage, Task
-from pipeline.errors import ContextFull, Fatal, GraderError, HandlerError, LineError, Retryable
+from pipeline.errors import ContextFull, Fatal, GraderError, HandlerError, LineError, NeedsPlace, Retryable, Stale
 from pipeline.interfaces import AgentHandler, Context, Policy, Reward
 from pipeline.log import AttemptLog
 from workers.clock import WorkingClock
+from workers.replay import Journaled, Replay
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One attempt's input."""
+    """One attempt's input. `place`: INIT may make a sandbox; `made`: reference of the one that is there already."""
 
     stage: Stage
     id: str
@@ -32,29 +34,49 @@ class Job:
     envelope: Envelope
     task: Task
     payload: Payload
+    place: bool = False
+    made: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Done:
-    """One attempt's result. `payload` None keeps the one that is there; `freed` is discarded after the commit."""
+    """One attempt's result. `payload` None keeps the one that is there; the envelope names the sandbox that is kept."""
 
     envelope: Envelope
     payload: Payload | None = None
     reward: Reward | None = None
     restart: str = ""
-    freed: dict[str, Any] | None = None
 
 
-class Driver(Protocol):
-    """A sandbox driver."""
+class Near(Protocol):
+    """A sandbox of this process (`workers.sandbox.live.Live`)."""
 
-    async def prepare(self, spec: dict[str, Any], name: str) -> dict[str, Any]: ...
+    reference: dict[str, Any]
+    session: Any
 
-    async def open(self, reference: dict[str, Any]) -> Any: ...
 
-    async def discard(self, reference: dict[str, Any]) -> None: ...
+class Stock(Protocol):
+    """The sandboxes of this process (`workers.sandbox.stock.Stock`)."""
 
-    async def owned(self) -> list[dict[str, Any]]: ...
+    async def prepare(self, asked: dict[str, Any], *, id: str, token: str, lane: str) -> Near: ...
+
+    def get(self, name: str) -> Near | None: ...
+
+    async def discard(self, name: str) -> None: ...
+
+    async def wait_for_place(self, token: str, lane: str) -> None: ...
+
+    def release(self, token: str) -> None: ...
+
+
+class Hosts(Protocol):
+    """The way to sandboxes of other processes (`workers.sandbox.client.Hosts`)."""
+
+    async def open(
+        self, reference: dict[str, Any], *, id: str, token: str, stage: str, resume: bool = False
+    ) -> Any: ...
+
+    async def close(self) -> None: ...
 
 
 class Caller(Protocol):
@@ -69,11 +91,15 @@ class Workshop:
 
     config: Config
     handlers_path: str | None = None
-    driver: Driver | None = None
+    stock: Stock | None = None
+    hosts: Hosts | None = None
+    open_stock: Callable[[], Awaitable[Stock]] | None = None
+    host: Any = None
     policy: Any = None
     children: Caller | None = None
     _handlers: dict[str, AgentHandler] = field(default_factory=dict)
     _digests: dict[str, str] = field(default_factory=dict)
+    _opening: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def handler(self, name: str) -> AgentHandler:
         """The handler of this name, loaded once. Raises UnknownHandler, HandlerError."""
@@ -94,10 +120,14 @@ class Workshop:
         """The policy as one attempt sees it: its calls stop that attempt's clock and carry its name."""
         return self.policy.bound(clock, f"{job.id}-{job.token}") if self.policy is not None else None
 
-    def need_driver(self) -> Driver:
-        if self.driver is None:
-            raise HandlerError("this handler needs a sandbox, and this worker has no sandbox driver (sandbox.driver)")
-        return self.driver
+    async def need_stock(self) -> Stock:
+        """The sandboxes of this process, opened with the first one."""
+        async with self._opening:
+            if self.stock is None:
+                if self.open_stock is None:
+                    raise HandlerError("this handler needs a sandbox, and this process makes none")
+                self.stock = await self.open_stock()
+        return self.stock
 
 
 async def process(job: Job, shop: Workshop, log: AttemptLog, clock: WorkingClock) -> Done:
@@ -115,30 +145,73 @@ async def _init(job: Job, handler: AgentHandler, shop: Workshop, log: AttemptLog
     if handler.sandbox is None:
         payload, _ = await _call(job, "init", handler, shop, log, clock)
         return Done(envelope=job.envelope.advance(sandbox=None), payload=payload or None, restart="run")
-    driver = shop.need_driver()
-    reference = await driver.prepare(dict(handler.sandbox), f"{job.id}-{job.token}")
+    restart = "run" if handler.resumable else "init"
+    if job.made is not None:
+        payload, _ = await _call(job, "init", handler, shop, log, clock, await _far(job, handler, shop, job.made))
+        return Done(envelope=job.envelope.advance(sandbox=job.made), payload=payload, restart=restart)
+    made = await prepare(job, handler, shop)
     try:
-        payload, _ = await _call(job, "init", handler, shop, log, clock, reference)
+        payload, _ = await _call(job, "init", handler, shop, log, clock, made.session)
     except BaseException:
-        await driver.discard(reference)
+        await (await shop.need_stock()).discard(made.reference["name"])
         raise
-    return Done(envelope=job.envelope.advance(sandbox=reference), payload=payload, restart="init")
+    return Done(envelope=job.envelope.advance(sandbox=made.reference), payload=payload, restart=restart)
+
+
+async def prepare(job: Job, handler: AgentHandler, shop: Workshop) -> Near:
+    """Make the rollout's sandbox in this process. Raises NeedsPlace where no place was claimed for it."""
+    if not job.place:
+        raise NeedsPlace(f"{job.task.handler} needs a sandbox: the rollout waits for a host with room")
+    stock = await shop.need_stock()
+    return await stock.prepare(dict(handler.sandbox or {}), id=job.id, token=job.token, lane=job.envelope.lane)
 
 
 async def _run(job: Job, handler: AgentHandler, shop: Workshop, log: AttemptLog, clock: WorkingClock) -> Done:
     reference = job.envelope.sandbox
-    payload, _ = await _call(job, "run", handler, shop, log, clock, reference)
-    if reference is None or handler.eval_sandbox == "same":
-        return Done(envelope=job.envelope, payload=payload)
-    return Done(envelope=job.envelope.advance(sandbox=None), payload=payload, freed=reference)
+    sandbox = await _far(job, handler, shop, reference) if reference is not None else None
+    payload, _ = await _call(job, "run", handler, shop, log, clock, sandbox)
+    keeps = reference if handler.eval_sandbox == "same" else None
+    return Done(envelope=job.envelope.advance(sandbox=keeps), payload=payload)
 
 
 async def _eval(job: Job, handler: AgentHandler, shop: Workshop, log: AttemptLog, clock: WorkingClock) -> Done:
     reference = job.envelope.sandbox
-    _, reward = await _call(job, "eval", handler, shop, log, clock, reference)
+    if handler.eval_sandbox == "fresh" and handler.sandbox is not None:
+        reward = await _eval_fresh(job, handler, shop, log, clock)
+    else:
+        sandbox = await _far(job, handler, shop, reference) if reference is not None else None
+        _, reward = await _call(job, "eval", handler, shop, log, clock, sandbox)
     if reward is None:
         raise GraderError(f"{job.task.handler}.eval returned None: it must return a number or a Reward")
-    return Done(envelope=job.envelope.advance(sandbox=None), reward=reward, freed=reference)
+    return Done(envelope=job.envelope.advance(sandbox=None), reward=reward)
+
+
+async def _eval_fresh(
+    job: Job, handler: AgentHandler, shop: Workshop, log: AttemptLog, clock: WorkingClock
+) -> Reward | None:
+    """Score in a sandbox of this process that lives as long as the attempt."""
+    stock = await shop.need_stock()
+    await stock.wait_for_place(job.token, job.envelope.lane)
+    try:
+        made = await prepare(replace(job, place=True), handler, shop)
+        _, reward = await _call(job, "eval", handler, shop, log, clock, made.session)
+        return reward
+    finally:
+        stock.release(job.token)
+        await stock.discard(f"{job.id}-{job.token}")
+
+
+async def _far(job: Job, handler: AgentHandler, shop: Workshop, reference: dict[str, Any]) -> Any:
+    """The rollout's sandbox, which another process holds (in a trial, this one): this attempt becomes its only user."""
+    if shop.hosts is not None:
+        return await shop.hosts.open(
+            reference, id=job.id, token=job.token, stage=job.stage.value, resume=handler.resumable
+        )
+    near = shop.stock.get(str(reference.get("name"))) if shop.stock is not None else None
+    if near is None:
+        raise HandlerError("this handler needs a sandbox, and this process reaches none")
+    await near.session.fresh()
+    return near.session
 
 
 async def _call(
@@ -148,21 +221,22 @@ async def _call(
     shop: Workshop,
     log: AttemptLog,
     clock: WorkingClock,
-    reference: dict[str, Any] | None = None,
+    sandbox: Any = None,
 ) -> tuple[Payload, Reward | None]:
     """Call one method of the handler where it belongs: coroutines here, plain functions in a child."""
     function = getattr(handler, method)
     if not inspect.iscoroutinefunction(function) and shop.children is not None:
         return await shop.children.method(job, method, log)
-    session = await shop.need_driver().open(reference) if reference is not None else None
     ctx = context(job, handler, log, shop.config.policy.max_turns)
-    ctx.sandbox, ctx._policy = session, shop.policy_for(job, clock)
+    ctx.sandbox, ctx._policy = sandbox, shop.policy_for(job, clock)
+    if method == "run" and handler.resumable and ctx._policy is not None and isinstance(sandbox, Journaled):
+        ctx._policy = Replay(ctx._policy, sandbox)
     ctx.deadline = clock.limit
     try:
         answer = function(ctx)
         if inspect.isawaitable(answer):
             answer = await answer
-    except (Retryable, Fatal):
+    except (Retryable, Fatal, Stale):
         raise
     except ContextFull as error:
         if method != "run":
@@ -170,9 +244,6 @@ async def _call(
         ctx.trajectory.truncated, answer = "context", None
     except (Exception, SystemExit) as error:  # `exit()` in a handler must not end the worker
         raise wrapped(job, error, log) from error
-    finally:
-        if session is not None:
-            await session.close()
     return collected(job, ctx), as_reward(job, answer) if method == "eval" else None
 
 
@@ -227,8 +298,3 @@ def wrapped(job: Job, error: BaseException, log: AttemptLog) -> LineError:
     log.keep("".join(traceback.format_exception(error)))
     what = f"{job.task.handler}.{job.stage} raised {type(error).__name__}: {error}"
     return GraderError(what) if job.stage is Stage.EVAL else HandlerError(what)
-
-
-def sandbox_text(reference: dict[str, Any] | None) -> str:
-    """How the rollout's hash names its sandbox; empty for none."""
-    return json.dumps(reference, sort_keys=True) if reference else ""

@@ -100,7 +100,7 @@ async def play(config: Config, task: Task, options: scripted.Options | None, *, 
     try:
         if server is not None:
             config = config.changed({"policy.url": server.url})
-        shop = await open_workshop(config, handlers_path(config), children=False)
+        shop = await open_workshop(config, handlers_path(config), children=False, alone=True)
         if loud and shop.policy is not None:
             shop.policy = Loud(shop.policy)
         trial = await _stages(config, task, shop)
@@ -117,9 +117,9 @@ async def _stages(config: Config, task: Task, shop: Workshop) -> Trial:
     group = task.id or "try"
     job = Job(
         stage=Stage.INIT, id=f"{group}.0", token="try", attempt=1, task=task, payload=Payload(),
-        envelope=Envelope(id=f"{group}.0", group=group, handler=task.handler),
+        envelope=Envelope(id=f"{group}.0", group=group, handler=task.handler), place=True,
     )  # fmt: skip
-    trial, reference = Trial(), None
+    trial = Trial()
     loop = asyncio.get_running_loop()
     try:
         while job.stage is not Stage.DONE:
@@ -127,16 +127,12 @@ async def _stages(config: Config, task: Task, shop: Workshop) -> Trial:
             began, limit = loop.time(), getattr(config.limits, job.stage.value)
             done = await asyncio.wait_for(process(job, shop, log, WorkingClock(limit)), limit)
             trial.seconds[job.stage.value] = round(loop.time() - began, 4)
-            reference = done.envelope.sandbox or reference
             job = replace(job, stage=NEXT[job.stage], envelope=done.envelope, payload=done.payload or job.payload)
             trial.payload, trial.reward = job.payload, done.reward
     except TimeoutError:
         trial.failed = LineError(f"{job.stage} took longer than limits.{job.stage} = {limit:g} s")
     except LineError as error:
         trial.failed = error
-    finally:
-        if reference is not None:
-            await shop.need_driver().discard(reference)
     return trial
 
 

@@ -1,17 +1,14 @@
-"""Opens what a worker process shares among its attempts: policy client, sandbox driver, child server."""
+"""Opens what a worker process shares among its attempts: policy client, ways to sandboxes, child server."""
 
 from __future__ import annotations
 
-import hashlib
-import os
-import tempfile
 from pathlib import Path
 
 import handlers
 from pipeline.config import Config
-from pipeline.connection import redacted
+from pipeline.queue import Queue
 from workers.children import Children
-from workers.stages import Workshop
+from workers.stages import Stock, Workshop
 
 
 def handlers_path(config: Config) -> str:
@@ -21,20 +18,27 @@ def handlers_path(config: Config) -> str:
     return str(config.source.parent.resolve() if config.source else Path.cwd())
 
 
-def sandbox_root(config: Config) -> Path:
-    """The folder of this line's sandboxes: two lines of one user never sweep each other's."""
-    root = config.path_of(config.sandbox.root) if config.sandbox.root else None
-    root = root or Path(tempfile.gettempdir()) / f"rollout-sandboxes-{os.getuid()}"
-    line = hashlib.sha256(f"{redacted(config.redis.url)} {config.line.name}".encode()).hexdigest()[:8]
-    return root / f"{config.line.name}-{line}"
+async def open_workshop(
+    config: Config, path: str, *, children: bool = True, queue: Queue | None = None, alone: bool = False
+) -> Workshop:
+    """What attempts need. A policy is opened only where the config names one.
 
-
-async def open_workshop(config: Config, path: str, *, children: bool = True) -> Workshop:
-    """What attempts need. A policy is opened only where the config names one; the driver always."""
-    from workers.sandbox import driver
-
+    Sandboxes of other processes are reached through their hosts; `alone`: there are none (a trial). One of this process
+    is opened when the first is wanted.
+    """
     shop = Workshop(config=config, handlers_path=path)
-    shop.driver = driver(config.sandbox.driver, sandbox_root(config), config.sandbox.command_timeout)
+    if not alone:
+        from workers.sandbox.client import Hosts
+
+        shop.hosts = Hosts(config.lease.seconds, queue.silent if queue is not None else None)
+
+    async def open_stock() -> Stock:
+        from workers.sandbox.host import Host
+
+        host = shop.host = await Host.open(config, "")
+        return host.stock
+
+    shop.open_stock = open_stock
     if config.policy.url:
         from workers.policy.client import open_policy
 
@@ -55,5 +59,9 @@ async def close(shop: Workshop) -> None:
     """Close what `open_workshop` opened."""
     if isinstance(shop.children, Children):
         shop.children.close()
+    if shop.host is not None:
+        await shop.host.close()
+    if shop.hosts is not None:
+        await shop.hosts.close()
     if shop.policy is not None:
         await shop.policy.close()

@@ -7,6 +7,9 @@ local out = {}
 
 local function places(id)
   local found = {}
+  for _, lane in ipairs(lanes) do
+    if redis.call('ZSCORE', key('place', lane), id) then found[#found + 1] = 'place:' .. lane end
+  end
   for _, stage in ipairs({ 'init', 'run', 'eval', 'done' }) do
     for _, lane in ipairs(lanes) do
       if redis.call('ZSCORE', key('ready', stage, lane), id) then found[#found + 1] = 'ready:' .. stage .. ':' .. lane end
@@ -17,7 +20,8 @@ local function places(id)
   return found
 end
 
-local function wanted(stage, state, lane)
+local function wanted(stage, state, lane, place)
+  if state == 'ready' and stage == 'init' and place then return 'place:' .. lane end
   if state == 'ready' then return 'ready:' .. stage .. ':' .. lane end
   if state == 'leased' then return 'lease:' .. stage end
   return state .. ':' .. stage
@@ -29,7 +33,7 @@ for i = 2 + A[1], #A do
     out[#out + 1] = id
     out[#out + 1] = what
   end
-  local v = redis.call('HMGET', h, 'stage', 'state', 'lane', 'owner', 'token', 'payload', 'group')
+  local v = redis.call('HMGET', h, 'stage', 'state', 'lane', 'owner', 'token', 'payload', 'group', 'place')
   local found = places(id)
   if redis.call('EXISTS', h) == 0 then
     if #found > 0 then wrong('stands in ' .. table.concat(found, ', ') .. ' but has no hash') end
@@ -37,7 +41,7 @@ for i = 2 + A[1], #A do
   elseif not (v[1] and v[2] and v[3] and v[7]) then
     wrong('has a hash without stage, state, lane or group')
   else
-    local place = wanted(v[1], v[2], v[3])
+    local place = wanted(v[1], v[2], v[3], v[8])
     if #found ~= 1 or found[1] ~= place then
       wrong('should stand in ' .. place .. ' alone and stands in ' .. (#found > 0 and table.concat(found, ', ') or 'no set'))
     end

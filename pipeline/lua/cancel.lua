@@ -14,8 +14,7 @@ for i = 3, #A do
     ring_worker(v[4])
     out[#out + 1] = 'ASKED'
   else
-    redis.call('ZREM', key('ready', v[1], v[3]), id)
-    redis.call('ZREM', key('delayed', v[1]), id)
+    no_longer_waits(id, h, v[1], v[3])
     finish(id, h, 'cancelled', 'cancelled', A[1], v[1], A[2])
     out[#out + 1] = 'REMOVED'
   end

@@ -1,7 +1,9 @@
 -- Lease up to n rollouts of a stage, lanes served by weight, oldest group first.
--- A: stage, n, lease ms, worker, nonce, inline bytes, then (lane, weight)...
--- -> per rollout {id, token, attempt, losses, alone, envelope, payload token, payload or '', waited ms, worked ms, task or ''}
+-- A: stage, n, lease ms, worker, nonce, inline bytes, free places, then (lane, weight, places that this lane may take)...
+-- -> per rollout {id, token, attempt, losses, alone, envelope, payload token, payload or '', waited ms, worked ms, task or '',
+--    lane of the place that it takes or ''}
 --    Payload and task come along when they are small (inline bytes): it saves the worker a round trip.
+-- At INIT those that need a sandbox wait in sets of their own, and only so many are claimed as the worker has places.
 -- The nonce makes it idempotent: the same request sent again gets the same leases. Worker W has one claim in flight.
 local stage, memo = A[1], key('claim', A[4] .. ':' .. A[1])
 local inline = tonumber(A[6])
@@ -13,10 +15,10 @@ end
 
 local function describe(id, token)
   local h = key('r', id)
-  local v = redis.call('HMGET', h, 'attempts:' .. stage, 'losses', 'alone', 'env', 'payload', 'waited', 'worked', 'group')
+  local v = redis.call('HMGET', h, 'attempts:' .. stage, 'losses', 'alone', 'env', 'payload', 'waited', 'worked', 'group', 'place', 'lane')
   local payload = (v[5] and v[5] ~= '') and small(key('p', id, v[5])) or ''
   return { id, token, v[1] or '0', v[2] or '0', v[3] or '', v[4], v[5] or '', payload, v[6] or '0', v[7] or '0',
-    small(key('t', v[8])) }
+    small(key('t', v[8])), v[9] and v[10] or '' }
 end
 
 local out = {}
@@ -29,12 +31,26 @@ end
 
 unlock()
 local lanes = {}
-for i = 7, #A, 2 do
-  local ready = key('ready', stage, A[i])
+local places, hidden = tonumber(A[7]), 0
+for i = 8, #A, 3 do
+  local ready, place = key('ready', stage, A[i]), key('place', A[i])
   local size = redis.call('ZCARD', ready)
-  if size > 0 then
-    lanes[#lanes + 1] = { name = A[i], ready = ready, weight = tonumber(A[i + 1]), left = size }
+  local waits = stage == 'init' and redis.call('ZCARD', place) or 0
+  local quota = math.min(waits, tonumber(A[i + 2]))
+  hidden = hidden + waits
+  if size > 0 or (quota > 0 and places > 0) then
+    lanes[#lanes + 1] = { name = A[i], ready = ready, place = place, weight = tonumber(A[i + 1]), left = size, quota = quota }
   end
+end
+
+-- The older of the lane's two heads: one that needs no place, and one that does where there is a place.
+local function take_from(lane)
+  if lane.quota < 1 or places < 1 then return lane.ready, 'left' end
+  if lane.left < 1 then return lane.place, 'quota' end
+  local a = redis.call('ZRANGE', lane.ready, 0, 0, 'WITHSCORES')[2]
+  local b = redis.call('ZRANGE', lane.place, 0, 0, 'WITHSCORES')[2]
+  if a and b and tonumber(b) < tonumber(a) then return lane.place, 'quota' end
+  return lane.ready, 'left'
 end
 -- Smooth weighted round robin; the credit is kept, so that claims of one are as fair as claims of many.
 local credits = key('credit', stage)
@@ -43,7 +59,7 @@ local need, got = tonumber(A[2]), {}
 while need > 0 do
   local best, total = nil, 0 -- of the lanes that still wait: else a lane that goes on alone would sink without end
   for _, lane in ipairs(lanes) do
-    if lane.left > 0 then
+    if lane.left > 0 or (lane.quota > 0 and places > 0) then
       total = total + lane.weight
       lane.credit = lane.credit + lane.weight
       if not best or lane.credit > best.credit then best = lane end
@@ -51,8 +67,10 @@ while need > 0 do
   end
   if not best then break end
   best.credit = best.credit - total
-  best.left = best.left - 1
-  local id = redis.call('ZPOPMIN', best.ready)[1]
+  local set, counter = take_from(best)
+  best[counter] = best[counter] - 1
+  if counter == 'quota' then places, hidden = places - 1, hidden - 1 end
+  local id = redis.call('ZPOPMIN', set)[1]
   if id and redis.call('EXISTS', key('r', id)) == 1 then
     local h, token = key('r', id), A[5] .. '-' .. #out
     local waited = now - tonumber(redis.call('HGET', h, 'since'))
@@ -69,7 +87,8 @@ end
 local waiting = 0
 for _, lane in ipairs(lanes) do waiting = waiting + lane.left end
 if waiting == 0 and stage ~= 'done' then redis.call('DEL', key('bell', stage)) end
-if waiting == 0 and stage == 'done' then redis.call('DEL', key('bell', 'done', A[7])) end
+if waiting == 0 and stage == 'done' then redis.call('DEL', key('bell', 'done', A[8])) end
+if hidden == 0 and stage == 'init' then redis.call('DEL', key('bell', 'place')) end
 for _, lane in ipairs(lanes) do
   if lane.left > 0 then redis.call('HSET', credits, lane.name, lane.credit) else redis.call('HDEL', credits, lane.name) end
 end

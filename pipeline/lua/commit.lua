@@ -30,7 +30,7 @@ if A[6] ~= '' then
 end
 redis.call('HSET', h, 'env', A[5], 'attempts:' .. stage, 0)
 if A[8] ~= '' then redis.call('HSET', h, 'restart', A[8]) end
-if A[13] == '' then redis.call('HDEL', h, 'sandbox') elseif A[13] ~= '-' then redis.call('HSET', h, 'sandbox', A[13]) end
+if A[13] == '' then leave_sandbox(h) elseif A[13] ~= '-' then redis.call('HSET', h, 'sandbox', A[13]) end
 redis.call('HINCRBY', key('counts'), 'committed:' .. stage, 1)
 if A[4] == 'done' then
   redis.call('HSET', h, 'result', A[11])

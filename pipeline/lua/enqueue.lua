@@ -1,9 +1,9 @@
 -- A task's samples, all or none (a sample that is known, or ended and acked, counts as done already): the group, its task payload, one hash and one ready entry a sample.
 -- A: group, task payload, priority, lane, max_length, first stage, ttl ms or '', deadline ms or '', samples of the group,
---    then (id, envelope)...
+--    handler, then (id, envelope)...
 -- -> {'OK', written} | {'FULL', length}; samples that are known (or were acked within the tombstone's life) are skipped.
 local group, fresh = key('g', A[1]), {}
-for i = 10, #A, 2 do
+for i = 11, #A, 2 do
   if redis.call('EXISTS', key('r', A[i])) == 0 and redis.call('EXISTS', key('gone', A[i])) == 0 then fresh[#fresh + 1] = i end
 end
 if #fresh == 0 then return { 'OK', 0 } end
@@ -21,12 +21,14 @@ if tonumber(A[9]) > tonumber(redis.call('HGET', group, 'samples')) then -- the s
 end
 if redis.call('EXISTS', key('t', A[1])) == 0 then redis.call('SET', key('t', A[1]), A[2]) end
 local order = redis.call('HGET', group, 'order')
+local place = redis.call('SISMEMBER', key('places'), A[10]) == 1
 for _, i in ipairs(fresh) do
   local id, h = A[i], key('r', A[i])
   redis.call('HSET', h, 'env', A[i + 1], 'group', A[1], 'lane', A[4], 'order', order, 'entered', whole(now), 'losses', 0,
     'worked', 0)
   if A[7] ~= '' then redis.call('HSET', h, 'ttl', A[7]) end
   if A[8] ~= '' then redis.call('HSET', h, 'deadline', A[8]) end
+  if place then redis.call('HSET', h, 'place', '1') end
   redis.call('SADD', key('m', A[1]), id)
   to_ready(id, h, A[6])
 end

@@ -1,6 +1,6 @@
 -- End an attempt without a result; refused unless the token is current.
 -- A: stage, id, token, mode (attempt: counts against attempts | loss: against losses | fatal: ends it | back: counts nothing),
---    delay ms, to ('' or 'init'), max attempts, max losses, kind, why, attempt record, worked ms, letters' life s, log, host, exit code
+--    delay ms, to ('', 'init' or 'place': INIT, and it needs a place), max attempts, max losses, kind, why, attempt record, worked ms, letters' life s, log, host, exit code
 -- -> {READY | DELAYED | FAILED | CANCELLED | AGAIN | STALE, attempts, losses}
 local stage, id, token, mode = A[1], A[2], A[3], A[4]
 local h = key('r', id)
@@ -27,6 +27,10 @@ if over then
   return { 'FAILED', attempts, losses }
 end
 local to = A[6] ~= '' and A[6] or back(h, stage)
+if to == 'place' then
+  redis.call('HSET', h, 'place', '1')
+  to = 'init'
+end
 if tonumber(A[5]) > 0 then
   to_delayed(id, h, to, tonumber(A[5]))
   return { 'DELAYED', attempts, losses }

@@ -43,16 +43,35 @@ local function watch(id, h, waiting)
   if due then redis.call('ZADD', key('due'), whole(due), id) end
 end
 
--- Back at INIT, or at its end, a rollout names no sandbox: whoever owns the one it had may discard it.
-local function leave_sandbox(h) redis.call('HDEL', h, 'sandbox') end
+-- Back at INIT, or at its end, a rollout names no sandbox: the host of the one it had is told, and discards it.
+local function leave_sandbox(h)
+  local text = redis.call('HGET', h, 'sandbox')
+  if not text then return end
+  redis.call('HDEL', h, 'sandbox')
+  local ok, reference = pcall(cjson.decode, text)
+  if ok and type(reference) == 'table' and type(reference.host) == 'string' then ring_worker(reference.host) end
+end
+
+-- Where a rollout waits. At INIT, one that needs a sandbox waits in a set of its own: for a host with a free place.
+local function waits_in(h, stage, lane)
+  if stage == 'init' and redis.call('HGET', h, 'place') then return key('place', lane), key('bell', 'place') end
+  return key('ready', stage, lane), key('bell', stage)
+end
 
 local function to_ready(id, h, stage)
   if stage == 'init' then leave_sandbox(h) end
   local v = redis.call('HMGET', h, 'lane', 'order')
   redis.call('HSET', h, 'stage', stage, 'state', 'ready', 'token', '', 'since', whole(now))
-  redis.call('ZADD', key('ready', stage, v[1]), v[2], id)
+  local set, bell = waits_in(h, stage, v[1])
+  redis.call('ZADD', set, v[2], id)
   watch(id, h, true)
-  ring(key('bell', stage))
+  ring(bell)
+end
+
+-- Strike a rollout that nobody holds off the set in which it waits.
+local function no_longer_waits(id, h, stage, lane)
+  redis.call('ZREM', waits_in(h, stage, lane), id)
+  redis.call('ZREM', key('delayed', stage), id)
 end
 
 local function to_delayed(id, h, stage, delay)

@@ -92,8 +92,7 @@ for _, id in ipairs(redis.call('ZRANGEBYSCORE', key('due'), '-inf', now, 'LIMIT'
         ring_worker(v[7])
       elseif v[3] then redis.call('ZADD', key('due'), v[3], id) end
     elseif late or waited then
-      redis.call('ZREM', key('ready', v[2], v[6]), id)
-      redis.call('ZREM', key('delayed', v[2]), id)
+      no_longer_waits(id, h, v[2], v[6])
       local why = late and 'its deadline passed while it waited in ' .. v[2]
         or 'it waited ' .. math.floor((now - v[5]) / 1000) .. ' s in ' .. v[2] .. ', longer than its queue_ttl'
       finish(id, h, 'failed', 'limit', why, v[2], A[5])

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,12 +47,14 @@ class Workers:
         self.all: list[subprocess.Popen[bytes]] = []
         self.kinds: dict[int, tuple[str, int]] = {}
 
-    def start(self, stage: str, slots: int = 8, fault: str = "", **changes: Any) -> subprocess.Popen[bytes]:
-        """One process that serves `stage`; `fault` as in worker_main."""
+    def start(
+        self, stage: str, slots: int = 8, fault: str = "", prefix: Sequence[str] = (), **changes: Any
+    ) -> subprocess.Popen[bytes]:
+        """One process that serves `stage`; `fault` as in worker_main; `prefix` stands before its command line."""
         config = self.config.changed({name.replace("__", "."): value for name, value in changes.items()})
         settings = json.dumps(_flat(config.model_dump()))
         with open(self.folder / f"{stage}-{len(self.all)}.log", "wb") as log:
-            command = [sys.executable, "-m", "tests.faults.worker_main", stage, str(slots), settings, fault]
+            command = [*prefix, sys.executable, "-m", "tests.faults.worker_main", stage, str(slots), settings, fault]
             process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
         self.all.append(process)
         self.kinds[process.pid] = (stage, slots)

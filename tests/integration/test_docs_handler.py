@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 import handlers
+from pipeline.config import Config
 from pipeline.interfaces import Context
 from workers.policy import scripted, tokenizer
 from workers.policy.client import VllmPolicy
-from workers.sandbox import driver
+from workers.sandbox.host import Host
 
 PAGE = Path(__file__).parents[2] / "docs" / "add-a-handler.md"
 CODE = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
@@ -43,10 +44,10 @@ async def test_the_pages_handlers_work(
     answers = {handler.question(task): handler.gold(task)}
     server = await scripted.start(scripted.Options(tokenizer=tokens, answers=answers, p_correct=p_correct))
     policy = VllmPolicy(server.url, "policy", tokens)
-    made = driver("local", tmp_path / "root", 20)
-    box = await made.open(await made.prepare(handler.sandbox, "x")) if handler.sandbox is not None else None
+    host = await Host.open(Config(), "")
+    live = await host.stock.prepare(handler.sandbox, id="g.0", token="x", lane="") if handler.sandbox else None
     ctx = Context(
-        id="g.0", group="g", sample=0, lane="train", attempt=1, task=task, sandbox=box,
+        id="g.0", group="g", sample=0, lane="train", attempt=1, task=task, sandbox=live.session if live else None,
         log=logging.LoggerAdapter(logging.getLogger("test")),
     )  # fmt: skip
     ctx._policy = policy.bound(name="g.0-1")
@@ -55,8 +56,7 @@ async def test_the_pages_handlers_work(
         await handler.run(ctx)
         assert await handler.eval(ctx) == p_correct
     finally:
-        if box is not None:
-            await box.close()
+        await host.close()
         await policy.close()
         await server.stop()
     trajectory = ctx.trajectory.build()

@@ -100,7 +100,7 @@ def test_text_stays_text(word: str) -> None:
     ("text", "match"),
     [
         ("workers: {run: {concurency: 3}}", r"^config\.yaml: workers\.run\.concurency: unknown key \(valid: slots\)$"),
-        ("reddis: {}", r"^config\.yaml: reddis: unknown key \(valid: handlers, keep, lease, .*workers\)$"),
+        ("reddis: {}", r"^config\.yaml: reddis: unknown key \(valid: handlers, images, keep, lease, .*workers\)$"),
         ("lease: {seconds: soon}", r"^config\.yaml: lease\.seconds: 'soon' is wrong, wanted a number$"),
         ("lease: {seconds: '30'}", r"lease\.seconds: '30' is wrong, wanted a number"),
         ("lease: {seconds: true}", r"lease\.seconds: True is wrong, wanted a number"),

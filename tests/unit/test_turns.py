@@ -165,9 +165,9 @@ async def test_output_that_does_not_fit_ends_the_rollout_as_truncated(tokenizer:
 
 
 def Turns_bash() -> dict[str, Any]:
-    from handlers.turns import BASH
+    from handlers.tools import TOOLS
 
-    return BASH
+    return TOOLS["bash"]
 
 
 async def test_a_prompt_that_does_not_fit_is_truncated_without_a_call(tokenizer: Tokenizer) -> None:

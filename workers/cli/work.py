@@ -14,6 +14,7 @@ import click
 from pipeline.config import Config
 from pipeline.envelope import WORKING, Stage
 from pipeline.errors import ConfigError
+from workers.cli import maint
 from workers.cli.base import INTERRUPTED, Command, located, settings
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @click.command(cls=Command)
-@click.argument("stage", type=click.Choice([stage.value for stage in WORKING]))
+@click.argument("stage", type=click.Choice([*(stage.value for stage in WORKING), "maint"]))
 @click.option("--slots", type=click.IntRange(min=1), help="Rollouts at a time (default: workers.STAGE.slots).")
 @click.option("--burst", is_flag=True, help="End when the stage is empty.")
 @click.option(
@@ -45,12 +46,18 @@ def work(
     handlers: tuple[str, ...],
     tied: bool,
 ) -> None:
-    """Serve STAGE (init, run or eval) until told to stop.
+    """Serve STAGE (init, run or eval) until told to stop; `maint` does the upkeep of this machine and of the line.
 
     SIGTERM or Ctrl-C: nothing more is claimed; what is in work ends, or is given back after limits.grace.
     """
     settings(ctx).logs("info")
     config = located(settings(ctx).config())
+    if stage == "maint":
+        if slots or handlers or metrics is not None:
+            raise click.UsageError("`work maint` takes none of --slots, --handler and --metrics")
+        if tied:
+            threading.Thread(target=_until_stdin_closes, daemon=True).start()
+        ctx.exit(maint.serve(config, burst))
     if handlers:
         config = config.changed({"handlers.load": [*config.handlers.load, *handlers]})
     if metrics is not None:

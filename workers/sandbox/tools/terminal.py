@@ -7,8 +7,7 @@ import contextlib
 import os
 import re
 
-HALF = 16_000
-"""Bytes kept of the head and of the tail of a command's output."""
+from workers.sandbox.tools.plain import Clip
 
 FLOOD = 4 << 20
 """Bytes of one command's output from which on it is read in portions, so that it can't keep the event loop busy."""
@@ -17,21 +16,25 @@ LAST_WORDS = 0.05
 """Seconds in which the output of a shell that has ended is still read."""
 
 _READ = 1 << 16
-_MARK_SIZE = 64
+_MARK = re.compile(rb"\x01([0-9a-f]{32}):([0-9]{1,3})\x02")
+_MARK_SIZE = 40
 
 
 class Terminal:
-    """Reads the PTY as the event loop finds data there; keeps the head and the tail of it, and sees the mark."""
+    """Reads the PTY as the event loop finds data there; keeps the head and the tail of it, and sees the mark.
+
+    `fd`: the master's side, not blocking; whoever opened it closes it after `stop`. `pid`: this process's child, whose
+    end is the end of the shell.
+    """
 
     def __init__(self, fd: int, pid: int) -> None:
         self._fd = fd
         self._shell = os.pidfd_open(pid)
         self._loop = asyncio.get_running_loop()
         self._pending = bytearray()
-        self._head, self._tail = bytearray(), bytearray()
-        self._cut = 0
+        self._clip = Clip()
         self._seen = 0
-        self._mark: re.Pattern[bytes] | None = None
+        self._marks: list[bytes] = []
         self._found: int | None = None
         self._news = asyncio.Event()
         self._open = True
@@ -40,34 +43,33 @@ class Terminal:
         self._loop.add_reader(self._shell, self._shell_ended)
 
     def expect(self, mark: str) -> None:
-        self._mark = re.compile(rb"\x01" + mark.encode() + rb":(\d+)\x02")
+        """Look for `mark` (32 hexadecimal digits) from now on; late earlier ones are still taken out of the output."""
+        self._marks.append(mark.encode())
         self._found = None
         self._seen = 0
         self._news.clear()
 
     async def wait(self, timeout: float) -> int | None:
-        """The code beside the expected mark; None when `timeout` seconds are over or the terminal was closed."""
+        """The code beside the expected mark; None when `timeout` seconds are over, after `give_up`, or at the end."""
         if self.ended:
-            return None
+            return self._found
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 await self._news.wait()
         return self._found
 
+    def give_up(self) -> None:
+        """Let the running `wait` return at once."""
+        self._news.set()
+
     def take(self) -> str:
-        """What was read since the last time, without one last newline; the middle of much output is left out."""
-        self._keep(bytes(self._pending))
+        """Plain text of what was read since the last time, without one last newline; the middle of much is left out."""
+        self._clip.add(bytes(self._pending))
         self._pending.clear()
-        text = self._head.decode("utf-8", "replace")
-        if self._cut:
-            text += f"\n[{self._cut} bytes left out]\n"
-        text += self._tail.decode("utf-8", "replace")
-        self._head.clear()
-        self._tail.clear()
-        self._cut = 0
-        return text.removesuffix("\n")
+        return self._clip.take().removesuffix("\n")
 
     def stop(self) -> None:
+        """Read no more. Safe twice."""
         if self._open:
             self._open = False
             self._loop.remove_reader(self._fd)
@@ -99,30 +101,30 @@ class Terminal:
         self._loop.call_later(LAST_WORDS, self._over)
 
     def _over(self) -> None:
-        self.ended = True
-        self.stop()
-        self._news.set()
+        if not self.ended:
+            self.ended = True
+            self.stop()
+            self._news.set()
 
     def _again(self) -> None:
         if self._open:
             self._loop.add_reader(self._fd, self._read)
 
     def _look(self) -> None:
-        found = self._mark.search(self._pending) if self._mark else None
-        if found is not None:
-            self._found = int(found[1])
+        begin = 0
+        while found := _MARK.search(self._pending, begin):
+            number, code = bytes(found[1]), int(found[2])
+            begin = found.start()
+            if number not in self._marks:
+                begin += 1  # something printed what looks like a mark
+                continue
             del self._pending[found.start() : found.end()]
-            self._mark = None
-            self._news.set()
-        elif len(self._pending) > _MARK_SIZE:
-            self._keep(bytes(self._pending[:-_MARK_SIZE]))
+            if number == self._marks[-1]:
+                self._found = code
+                self._marks.clear()
+                self._news.set()
+            else:
+                self._marks.remove(number)
+        if len(self._pending) > _MARK_SIZE:
+            self._clip.add(bytes(self._pending[:-_MARK_SIZE]))
             del self._pending[:-_MARK_SIZE]
-
-    def _keep(self, data: bytes) -> None:
-        room = HALF - len(self._head)
-        self._head += data[:room]
-        self._tail += data[room:]
-        if len(self._tail) > HALF:
-            over = len(self._tail) - HALF
-            self._cut += over
-            del self._tail[:over]

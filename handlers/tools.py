@@ -1,0 +1,141 @@
+"""The tools that a policy may be given, and how a call becomes a message: bash, IPython and files in its sandbox.
+
+Whatever is wrong with a call is said to the policy and ends nothing; what is wrong with the sandbox is raised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from pipeline.interfaces import Sandbox, ToolCall
+
+READ_BYTES = 32_000
+"""Of a file, shown at once; `start` shows the rest."""
+
+
+class WrongCall(ValueError):
+    """The policy's arguments don't fit; the sentence is for it."""
+
+
+def _tool(name: str, about: str, required: Sequence[str], **parameters: dict[str, str]) -> dict[str, Any]:
+    schema = {"type": "object", "properties": parameters, "required": list(required)}
+    return {"type": "function", "function": {"name": name, "description": about, "parameters": schema}}
+
+
+def _text(about: str) -> dict[str, str]:
+    return {"type": "string", "description": about}
+
+
+def _number(about: str) -> dict[str, str]:
+    return {"type": "number", "description": about}
+
+
+TOOLS: dict[str, dict[str, Any]] = {
+    "bash": _tool(
+        "bash",
+        "Run a command in a persistent bash shell. Folder and variables are kept between calls.",
+        ["command"],
+        command=_text("The command."),
+        timeout=_number("Seconds until it is stopped."),
+    ),
+    "ipython": _tool(
+        "ipython",
+        "Run Python code in a persistent IPython session. Variables and imports are kept between calls.",
+        ["code"],
+        code=_text("The code of one cell."),
+        timeout=_number("Seconds until it is stopped."),
+    ),
+    "read_file": _tool(
+        "read_file",
+        f"Show a file, at most {READ_BYTES} bytes of it.",
+        ["path"],
+        path=_text("The file."),
+        start=_number("Byte to begin at."),
+    ),
+    "write_file": _tool(
+        "write_file",
+        "Write a file whole; missing folders are made.",
+        ["path", "content"],
+        path=_text("The file."),
+        content=_text("All that it shall hold."),
+    ),
+    "edit_file": _tool(
+        "edit_file",
+        "Replace a piece of text that stands exactly once in a file.",
+        ["path", "old", "new"],
+        path=_text("The file."),
+        old=_text("The text that is there, exactly, with its blanks and line ends."),
+        new=_text("The text in its place."),
+    ),
+}
+"""Name -> what the policy is told of it (OpenAI's form)."""
+
+
+async def answer(sandbox: Sandbox | None, call: ToolCall, tools: Sequence[str]) -> str:
+    """The text of the tool's message. Raises SandboxError when the sandbox itself fails."""
+    if call.arguments is None:
+        return f"Error: nothing was run: {call.error}. Call again with valid JSON."
+    if call.name not in tools or sandbox is None:
+        return f"Error: there is no tool {call.name!r}; there are: {', '.join(tools) or 'none'}."
+    try:
+        return await _RUN[call.name](sandbox, call.arguments)
+    except WrongCall as error:
+        return f"Error: nothing was run: {error}."
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        return f"Error: {why}."
+
+
+async def _bash(sandbox: Sandbox, arguments: dict[str, Any]) -> str:
+    output = await sandbox.bash(_words(arguments, "command", "bash"), _seconds(arguments))
+    if output.timed_out:
+        return f"{output.text}\n[timed out]"
+    return output.text if output.exit_code == 0 else f"{output.text}\n[exit code {output.exit_code}]"
+
+
+async def _ipython(sandbox: Sandbox, arguments: dict[str, Any]) -> str:
+    cell = await sandbox.ipython(_words(arguments, "code", "ipython"), _seconds(arguments))
+    return f"{cell.text}\n[timed out]" if cell.timed_out else cell.text
+
+
+async def _read(sandbox: Sandbox, arguments: dict[str, Any]) -> str:
+    start = arguments.get("start", 0)
+    if isinstance(start, bool) or not isinstance(start, int | float) or start < 0:
+        raise WrongCall("`start` is a number of bytes, 0 or more")
+    data = await sandbox.read(_words(arguments, "path", "read_file"), int(start), READ_BYTES + 1)
+    more = f"\n[it goes on at byte {int(start) + READ_BYTES}]" if len(data) > READ_BYTES else ""
+    return data[:READ_BYTES].decode("utf-8", "replace") + more
+
+
+async def _write(sandbox: Sandbox, arguments: dict[str, Any]) -> str:
+    data = _words(arguments, "content", "write_file", empty=True).encode("utf-8", "replace")
+    await sandbox.write(_words(arguments, "path", "write_file"), data)
+    return f"[{len(data)} bytes written]"
+
+
+async def _edit(sandbox: Sandbox, arguments: dict[str, Any]) -> str:
+    path, old = _words(arguments, "path", "edit_file"), _words(arguments, "old", "edit_file")
+    await sandbox.edit(path, old, _words(arguments, "new", "edit_file", empty=True))
+    return "[done]"
+
+
+_RUN: dict[str, Callable[[Sandbox, dict[str, Any]], Awaitable[str]]] = {
+    "bash": _bash, "ipython": _ipython, "read_file": _read, "write_file": _write, "edit_file": _edit,
+}  # fmt: skip
+
+
+def _words(arguments: dict[str, Any], name: str, tool: str, *, empty: bool = False) -> str:
+    value = arguments.get(name)
+    if not isinstance(value, str) or not (empty or value.strip()):
+        raise WrongCall(f"{tool} wants `{name}`, a text{'' if empty else ' that is not empty'}")
+    return value
+
+
+def _seconds(arguments: dict[str, Any]) -> float | None:
+    timeout = arguments.get("timeout")
+    if timeout is None:
+        return None
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
+        raise WrongCall("`timeout` is a number of seconds above 0")
+    return float(timeout)

@@ -1,0 +1,222 @@
+"""What `rollout doctor` finds out about sandboxes: each ability of the site, tried, with the mend where it lacks."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pwd
+import shutil
+import tempfile
+from pathlib import Path
+
+from pipeline.config import Config
+from pipeline.errors import LineError
+from workers.doctor import Finding
+
+TRY_SECONDS = 4.0
+FEW_GB = 5.0
+OVERLAY = (
+    'mkdir -p "$1/lower" "$1/upper" "$1/work" "$1/m" && '
+    'mount -t overlay overlay -o "lowerdir=$1/lower,upperdir=$1/upper,workdir=$1/work,userxattr" "$1/m"'
+)
+
+
+async def findings(config: Config) -> list[Finding]:
+    """All findings about sandboxes. Takes less than five seconds and leaves nothing."""
+    from workers.sandbox.host import sandbox_root
+
+    root = sandbox_root(config)
+    checks = [_as_root(), _room("sandbox disk", root, "sandbox.root"), _cgroups()]
+    if config.sandbox.driver == "local":
+        local = Finding("sandbox", "warn", "local isolates nothing", "use it for tests and for code that you trust")
+        return [local, _room("sandbox disk", root, "sandbox.root"), await _whole(config)]
+    with tempfile.TemporaryDirectory(prefix="rollout-doctor-") as folder:
+        tried = [_user_namespaces(), _network(), _bubblewrap(config)]
+        if config.sandbox.driver == "apptainer":
+            tried += [_apptainer(), _overlay(folder)]
+        checks += await asyncio.gather(*tried)
+    checks.append(_programs())
+    if config.sandbox.driver == "apptainer":
+        checks += [_fuse(), _subordinate_ids(), _images(config)]
+    return [*checks, await _whole(config)]
+
+
+async def _whole(config: Config) -> Finding:
+    """Start a sandbox as a rollout would, where its image is there already."""
+    from workers.sandbox.box import Spec
+    from workers.sandbox.boxes import make_driver
+
+    name = config.sandbox.driver
+    if name == "apptainer" and config.sandbox.image != "host":
+        return Finding("sandbox", "ok", f"{name} was not started: the image {config.sandbox.image} may be large")
+    with tempfile.TemporaryDirectory(prefix="rollout-doctor-") as folder:
+        try:
+            async with asyncio.timeout(TRY_SECONDS):
+                box = await make_driver(config, Path(folder, "root")).create(Spec(), "doctor")
+                try:
+                    code, text = await _run(box.command(["/bin/bash", "-c", "echo sound"]), env=box.environment())
+                finally:
+                    await box.discard()
+        except (LineError, OSError, TimeoutError) as error:
+            told = str(error) or f"it was not ready within {TRY_SECONDS:g} s"
+            return Finding("sandbox", "fail", f"{name} does not work: {told}", "mend what is said above, or below")
+    if code != 0 or text != "sound":
+        return Finding("sandbox", "fail", f"{name}: bash said {text!r:.200}", "does the image have /bin/bash?")
+    return Finding("sandbox", "ok", f"{name} started a sandbox and ran a command in it")
+
+
+def _as_root() -> Finding:
+    if os.geteuid() == 0:
+        return Finding(
+            "sandbox user", "warn",
+            "the worker runs as root: uid 0 inside is this machine's, held by namespaces and dropped rights alone",
+            "run workers as a plain user",
+        )  # fmt: skip
+    return Finding("sandbox user", "ok", f"uid {os.geteuid()}: root inside has this user's rights outside, no more")
+
+
+async def _user_namespaces() -> Finding:
+    code, text = await _run(["unshare", "--user", "--map-root-user", "true"])
+    if code == 0:
+        return Finding("user namespaces", "ok", "this user may make them")
+    return Finding(
+        "user namespaces", "fail", f"this user may not make them: {text}",
+        "ask for sysctl user.max_user_namespaces > 0, kernel.unprivileged_userns_clone = 1 and "
+        "kernel.apparmor_restrict_unprivileged_userns = 0, as far as they exist",
+    )  # fmt: skip
+
+
+async def _network() -> Finding:
+    code, text = await _run(["unshare", "--user", "--map-root-user", "--net", "true"])
+    if code == 0:
+        return Finding("network namespaces", "ok", "a sandbox has no network unless its task asks for one")
+    return Finding(
+        "network namespaces", "warn", f"not given here, so sandboxes use this machine's network: {text}",
+        "ask for sysctl user.max_net_namespaces > 0, or run code that you trust with the network",
+    )  # fmt: skip
+
+
+async def _overlay(folder: str) -> Finding:
+    argv = ["unshare", "--user", "--map-root-user", "--mount", "/bin/sh", "-c", OVERLAY, "sh", folder]
+    code, text = await _run(argv)
+    if code == 0:
+        return Finding("overlay", "ok", "the kernel mounts overlays for this user: fast")
+    if shutil.which("fuse-overlayfs"):
+        return Finding("overlay", "warn", "by fuse-overlayfs alone, which is slower", "a kernel of 5.11 or newer")
+    return Finding("overlay", "fail", f"none: {text}", "a kernel of 5.11 or newer, or install fuse-overlayfs")
+
+
+def _fuse() -> Finding:
+    try:
+        os.close(os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC))
+    except OSError as error:
+        return Finding(
+            "fuse", "warn", f"/dev/fuse can't be opened ({error.strerror}): SIF images can't be mounted, only unpacked",
+            "chmod 666 /dev/fuse",
+        )  # fmt: skip
+    if not shutil.which("squashfuse") and not shutil.which("squashfuse_ll"):
+        return Finding(
+            "fuse", "warn", "no squashfuse: SIF images can't be mounted, only unpacked", "install squashfuse"
+        )
+    return Finding("fuse", "ok", "/dev/fuse and squashfuse: SIF images can be mounted")
+
+
+def _subordinate_ids() -> Finding:
+    program = shutil.which("newuidmap")
+    if program is None:
+        return Finding("subordinate ids", "warn", "no newuidmap: inside there is one user only", "install uidmap")
+    if not _has_range():
+        return Finding(
+            "subordinate ids", "warn", "this user has no range in /etc/subuid and /etc/subgid: one user only inside",
+            "ask for a line in both, as by usermod --add-subuids 100000-165535 --add-subgids 100000-165535",
+        )  # fmt: skip
+    return Finding("subordinate ids", "ok", "this user has ranges: packages that make users can be installed inside")
+
+
+def _cgroups() -> Finding:
+    from workers.sandbox.boxes.limits import find_hierarchy, nproc_counts_sandbox
+
+    hierarchy = find_hierarchy(look_only=True)
+    if hierarchy is not None:
+        held = ", ".join(sorted(hierarchy.folders))
+        return Finding("limits", "ok", f"by cgroups version {hierarchy.version}: {held}")
+    counted = "counted by the kernel" if nproc_counts_sandbox() else "counted by the watchdog alone"
+    return Finding(
+        "limits", "warn", f"no cgroup is delegated: memory and disk are held by the watchdog, processes are {counted}",
+        "systemd-run --user --scope -p Delegate=yes, or ask for delegation; nothing, where the job's own limit will do",
+    )  # fmt: skip
+
+
+def _programs() -> Finding:
+    missing = [name for name in ("nsenter", "prlimit", "setpriv", "unshare", "du") if shutil.which(name) is None]
+    if missing:
+        return Finding("programs", "fail", f"missing: {', '.join(missing)}", "install util-linux and coreutils")
+    return Finding("programs", "ok", "nsenter, prlimit, setpriv and unshare are here")
+
+
+async def _bubblewrap(config: Config) -> Finding:
+    grade = "fail" if config.sandbox.driver == "bubblewrap" else "warn"
+    if shutil.which("bwrap") is None:
+        return Finding("bubblewrap", grade, "bwrap is not installed", "install bubblewrap")
+    _, text = await _run(["bwrap", "--version"])
+    return Finding("bubblewrap", "ok", text)
+
+
+async def _apptainer() -> Finding:
+    if shutil.which("apptainer") is None:
+        return Finding("apptainer", "fail", "apptainer is not installed", "install it (make system does on Debian)")
+    _, text = await _run(["apptainer", "--version"])
+    return Finding("apptainer", "ok", text)
+
+
+def _images(config: Config) -> Finding:
+    named = config.images.cache
+    folder = config.path_of(named) if named else Path(tempfile.gettempdir()) / f"rollout-images-{os.getuid()}"
+    return _room("image cache", folder, "images.cache")
+
+
+def _has_range() -> bool:
+    """Whether this user stands in /etc/subuid and /etc/subgid, by name or by number."""
+    try:
+        names = {str(os.geteuid()), pwd.getpwuid(os.geteuid()).pw_name}
+        tables = [Path("/etc", name).read_text().splitlines() for name in ("subuid", "subgid")]
+    except (OSError, KeyError):
+        return False
+    return all(any(line.split(":")[0] in names for line in table) for table in tables)
+
+
+def _room(name: str, folder: Path, setting: str) -> Finding:
+    """Is there a local disk with room? The nearest folder that exists stands for one that is not made yet."""
+    from workers.sandbox.images.files import SHARED_DISKS, filesystem
+
+    place = next(path for path in (folder, *folder.parents) if path.exists())
+    free = shutil.disk_usage(place).free / 1e9
+    kind = filesystem(place)
+    if not os.access(place, os.W_OK):
+        return Finding(name, "fail", f"{place} can't be written", f"set {setting} to another folder")
+    if kind.startswith(SHARED_DISKS):
+        return Finding(
+            name, "warn", f"{folder} lies on {kind}, which other machines share", f"set {setting} to a local disk"
+        )
+    if free < FEW_GB:
+        return Finding(name, "warn", f"{free:.1f} GB are free at {folder}", f"free some, or set {setting}")
+    return Finding(name, "ok", f"{free:.0f} GB are free at {folder} ({kind})")
+
+
+async def _run(argv: list[str], env: dict[str, str] | None = None) -> tuple[int, str]:
+    """Exit code and what was written, as one line; a program that is missing or too slow is 127."""
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *argv, env=env, cwd="/", stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )  # fmt: skip
+    except OSError as error:
+        return 127, f"{argv[0]}: {error.strerror}"
+    try:
+        async with asyncio.timeout(TRY_SECONDS):
+            output, _ = await process.communicate()
+    except TimeoutError:
+        process.kill()
+        await process.communicate()
+        return 127, f"{argv[0]} did not end within {TRY_SECONDS:g} s"
+    return process.returncode or 0, " ".join(output.decode("utf-8", "replace").split())[:200]

@@ -1,0 +1,86 @@
+"""The worker loop's side of its process's sandbox host: places, doorbell, drain. Only INIT workers have a host."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from pipeline.config import Config
+from pipeline.leases import NO_PLACES, Claim, Places
+from pipeline.queue import Queue
+from workers.stages import Workshop
+
+if TYPE_CHECKING:
+    from workers.sandbox.host import Host
+
+log = logging.getLogger(__name__)
+
+
+class Hosting:
+    """`host` is None until `open`, and for ever in RUN and EVAL workers: everything here then does nothing."""
+
+    def __init__(self, config: Config) -> None:
+        self.host: Host | None = None
+        self._config = config
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def open(self, name: str, queue: Queue, shop: Workshop, known: Iterable[str]) -> None:
+        """Open the host called `name`, and tell the line which of the `known` handlers need a sandbox."""
+        from workers.sandbox.host import Host
+
+        self._loop = asyncio.get_running_loop()
+        self.host = shop.host = await Host.open(self._config, name, queue)
+        shop.stock = self.host.stock
+        for handler in known:
+            if shop.handler(handler).sandbox is not None:
+                await queue.note_place(handler, True)
+
+    def places(self) -> Places:
+        """Free places, for the next claim."""
+        return self.host.stock.places() if self.host is not None else NO_PLACES
+
+    @property
+    def full(self) -> bool:
+        return self.host is not None and self.places().free == 0
+
+    def begun(self, claim: Claim) -> None:
+        """A claim that takes a place has it from now on."""
+        if claim.place and self.host is not None:
+            self.host.stock.promise(claim.token, claim.place)
+
+    def ended(self, claim: Claim) -> None:
+        """The attempt is over: a place that it did not use is free, and what it made and nobody took goes at once."""
+        if self.host is not None:
+            self.host.stock.release(claim.token)
+            self.host.rung.set()
+
+    def ring(self) -> None:
+        """The doorbell rang (called in the heartbeat thread): a sandbox may be over."""
+        if self.host is not None and self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self.host.rung.set)
+
+    def about(self) -> dict[str, int]:
+        """What the worker says of it with each beat."""
+        if self.host is None:
+            return {}
+        return {"sandboxes": len(self.host.stock.live), "max_live": self.host.stock.max_live}
+
+    async def drain(self, stopping: asyncio.Event, grace: Callable[[], float]) -> None:
+        """Serve the sandboxes until none is left; once `stopping` is set, for `grace()` seconds at most.
+
+        What is left then ends with the worker: those rollouts go back to INIT as a loss, and to another host.
+        """
+        if self.host is None:
+            return
+        gone, stopped = asyncio.create_task(self.host.stock.wait_until_empty()), asyncio.create_task(stopping.wait())
+        try:
+            await asyncio.wait({gone, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if not gone.done():
+                await asyncio.wait({gone}, timeout=grace())
+            if not gone.done():
+                log.warning("%d sandboxes are still in use, and end with this worker", len(self.host.stock.live))
+        finally:
+            gone.cancel()
+            stopped.cancel()

@@ -1,0 +1,81 @@
+"""Goes on with a RUN attempt that was lost: the policy's turns come from the sandbox's journal as long as they fit.
+
+Every turn travels to the host with the action that it leads to (`RemoteSandbox.note_turn`). The next attempt runs the
+handler from its beginning: its calls of the policy are answered with the recorded turns, its actions with the host's
+stored results, and where the records end the real ones go on. A handler that asks another thing than before can't be
+replayed; it starts over at INIT.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from pipeline import wire
+from pipeline.errors import SandboxGone
+from pipeline.interfaces import Completion
+
+
+@runtime_checkable
+class Journaled(Protocol):
+    """A sandbox whose host keeps a journal."""
+
+    turns: list[bytes]
+
+    def note_turn(self, turn: bytes) -> None: ...
+
+
+class Replay:
+    """A policy that plays recorded turns first and records the new ones. All but `generate` is the inner policy's."""
+
+    def __init__(self, inner: Any, sandbox: Journaled) -> None:
+        self._inner = inner
+        self._sandbox = sandbox
+        self._left = deque(sandbox.turns)
+        self.replayed = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: dict[str, Any]) -> Completion:
+        """The recorded turn, else a sampled one. Raises SandboxGone when the prompt is another one than before."""
+        mark = _mark(prompt_ids)
+        if self._left:
+            recorded = wire.unpack(self._left.popleft())
+            if recorded["mark"] != mark:
+                raise SandboxGone(
+                    f"turn {self.replayed + 1} asks the policy another thing than the attempt before: the handler "
+                    "can't be replayed (set `resumable = False`), it starts over"
+                )
+            self.replayed += 1
+            return _completion(recorded)
+        done: Completion = await self._inner.generate(prompt_ids, sampling)
+        self._sandbox.note_turn(_turn(mark, done))
+        return done
+
+
+def _mark(prompt_ids: Sequence[int]) -> list[int]:
+    """Length and CRC-32 of the prompt: tells another prompt, not a forged one."""
+    ids = np.asarray(prompt_ids, dtype="<u4")
+    return [len(ids), zlib.crc32(ids.tobytes())]
+
+
+def _turn(mark: list[int], done: Completion) -> bytes:
+    return wire.pack({
+        "mark": mark, "ids": np.asarray(done.ids, dtype="<u4"), "logprobs": np.asarray(done.logprobs, dtype="<f8"),
+        "versions": [list(item) for item in done.versions], "finish_reason": done.finish_reason,
+        "sampling": done.sampling, "started": done.started, "seconds": done.seconds,
+    })  # fmt: skip
+
+
+def _completion(recorded: dict[str, Any]) -> Completion:
+    return Completion(
+        ids=recorded["ids"].tolist(), logprobs=recorded["logprobs"].tolist(),
+        versions=[(int(version), int(start), int(end)) for version, start, end in recorded["versions"]],
+        finish_reason=recorded["finish_reason"], sampling=dict(recorded["sampling"]), started=recorded["started"],
+        seconds=recorded["seconds"],
+    )  # fmt: skip

@@ -1,0 +1,195 @@
+"""The `apptainer` driver: images, rootless. The image is never written: what is changed lies in the box's overlay."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import shutil
+from pathlib import Path
+from typing import Literal
+
+from pipeline.config import Config
+from pipeline.errors import HandlerError, SandboxError
+from workers.sandbox.box import Allow, Spec
+from workers.sandbox.boxes import aids, environment
+from workers.sandbox.boxes.instance import Instance
+from workers.sandbox.boxes.keeper import COMMAND, Keeper
+from workers.sandbox.boxes.kept import FirstProcess, KeptBox, KeptDriver, Setting
+from workers.sandbox.images import Image, folders_under, hold, resolve
+from workers.sandbox.loopback import lease
+
+log = logging.getLogger(__name__)
+
+Way = Literal["exec", "instance"]
+
+_HOSTS = "127.0.0.1 localhost sandbox\n::1 localhost\n"
+_LACKS = (
+    (r"no such file or directory.*bash|bash.*no such file|\"?/bin/bash\"?.*not found", "the image has no /bin/bash"),
+    (
+        r"subuid|subgid|newuidmap|newgidmap",
+        "this user has no range of subordinate ids: a line in /etc/subuid and /etc/subgid, and newuidmap set-uid",
+    ),
+    (
+        r"user namespace|CLONE_NEWUSER|max_user_namespaces",
+        "this machine gives no user namespaces: sysctl user.max_user_namespaces, kernel.unprivileged_userns_clone, "
+        "kernel.apparmor_restrict_unprivileged_userns",
+    ),
+    (
+        r"/dev/fuse|fuse: device not found|squashfuse",
+        "/dev/fuse can't be used here: chmod 666 /dev/fuse, or unpack the image",
+    ),
+    (r"network namespace|--network|cni|netns", "this machine gives no network namespaces"),
+    (r"overlay", "this machine mounts no overlay: a kernel of 5.11 or newer, or fuse-overlayfs, is needed"),
+    (r"requesting capability set", "`root default capabilities = no` is missing in /etc/apptainer/apptainer.conf"),
+    (r"no space left", "the disk is full"),
+)  # fmt: skip
+"""What Apptainer's own words mean for whoever runs the site."""
+
+
+class Apptainer(KeptDriver):
+    """Boxes under `root`. `way`: `exec` keeps one `apptainer exec` alive, `instance` starts instances through spython.
+
+    An instance is a daemon: after this process's death only the sweep ends it. A kept exec ends with this process.
+    """
+
+    name = "apptainer"
+
+    def __init__(self, config: Config, root: Path, way: Way = "exec") -> None:
+        super().__init__(config, root)
+        self.way: Way = way
+        self._network = True
+
+    async def _start(self, spec: Spec, name: str) -> ApptainerBox:
+        program = shutil.which("apptainer")
+        if program is None:
+            raise SandboxError("apptainer is not installed here: install it, or set sandbox.driver")
+        held = aids.gather(self._root), await resolve(self._config, spec.image or self._config.sandbox.image)
+        try:
+            return await self._try(spec, name, program, *held)
+        except SandboxError as error:
+            if not (self._network and spec.network == "none" and re.search(_LACKS[4][0], str(error), re.IGNORECASE)):
+                raise
+            self._network = False
+            log.warning(
+                "this machine gives no network namespaces: sandboxes use its network, each told an address of its own "
+                "in 127.0.0.0/8 (ROLLOUT_LOOPBACK): %s", error,
+            )  # fmt: skip
+            return await self._try(spec, name, program, *held)
+
+    async def _try(self, spec: Spec, name: str, program: str, aid: Path, image: Image) -> ApptainerBox:
+        if not self._network and isinstance(spec.network, Allow):
+            raise SandboxError("this machine gives no network namespaces, so no sandbox may have chosen hosts alone")
+        with contextlib.ExitStack() as held:
+            held.enter_context(hold(image))
+            address = "" if self._network else _leased(held)
+            setting = await self._setting(spec, name)
+            return await self._started(ApptainerBox(setting, program, image, aid, self.way, address, held.pop_all()))
+
+
+class ApptainerBox(KeptBox):
+    """Inside the agent is root, with the rights of root in a container of Docker's."""
+
+    home = "/root"
+
+    def __init__(
+        self,
+        setting: Setting,
+        program: str,
+        image: Image,
+        aid: Path,
+        way: Way,
+        loopback: str,
+        held: contextlib.ExitStack,
+    ) -> None:
+        """`loopback`: the box's own address where it can't have a network of its own; `held`: closed by `discard`."""
+        super().__init__(setting)
+        self._program, self._image, self._aid, self._way = program, image, aid, way
+        self._loopback, self._held = loopback, held
+
+    @property
+    def own_network(self) -> bool:
+        return self.spec.network != "host" and not self._loopback
+
+    async def _start_keeper(self) -> Keeper | Instance:
+        env = environment.launcher(str(self.folder))
+        seconds = self._config.sandbox.start_timeout
+        try:
+            if self._way == "instance":
+                return await Instance.start(str(self._image.path), self._options(), self.folder, env, seconds)
+            argv = [
+                self._program,
+                "-q",
+                "exec",
+                "--no-init",
+                "--pwd",
+                "/",
+                *self._options(),
+                str(self._image.path),
+                *COMMAND,
+            ]
+            return await Keeper.start(argv, env, seconds)
+        except SandboxError as error:
+            raise _explained(error) from error
+
+    def _options(self) -> list[str]:
+        folder = self.folder
+        (folder / "hosts").write_text(_HOSTS, "utf-8")
+        for place in folders_under(self._image, self.home):
+            (folder / "home" / place).mkdir(parents=True, exist_ok=True)
+        options = ["--containall", "--cleanenv", "--no-eval", "--fakeroot", "--uts", "--hostname", "sandbox"]
+        options += ["--no-mount", "bind-paths,sys", "--overlay", str(folder / "over"), "--workdir", str(folder / "tmp")]
+        options += ["--home", f"{folder / 'home'}:{self.home}"]
+        options += ["--bind", f"{self.sockets}:{self.sockets_inside}", "--bind", f"{folder / 'hosts'}:/etc/hosts:ro"]
+        options += ["--bind", f"{self._aid}:{aids.INSIDE}:ro"]
+        for bind in self._image.binds:
+            options += ["--bind", bind]
+        return options + (["--net", "--network", "none"] if self.own_network else [])
+
+    async def _prepare(self) -> None:
+        """Settings of the kernel can't be written inside, although the agent may own them as root of this machine."""
+        mount = aids.call("mount")
+        for argv in (["--bind", "/proc/sys", "/proc/sys"], ["-o", "remount,bind,ro", "/proc/sys"]):
+            await self._run_inside([*self._join(), *mount, "-n", *argv], "/proc/sys can't be made read-only")
+
+    def _inner(self) -> list[str]:
+        return aids.as_agent()
+
+    def environment(self) -> dict[str, str]:
+        own = {"ROLLOUT_LOOPBACK": self._loopback} if self._loopback else {}
+        found = {**super().environment(), **own}
+        for name in ("LD_PRELOAD", "LD_AUDIT"):
+            found.pop(name, None)  # loaded into what still has all rights: the agent could replace the file
+        return found
+
+    async def _image_environment(self, keeper: FirstProcess) -> dict[str, str]:
+        return environment.of_image(await keeper.environment())
+
+    async def discard(self) -> None:
+        try:
+            await super().discard()
+        finally:
+            self._held.close()
+
+
+def _leased(held: contextlib.ExitStack) -> str:
+    """A loopback address that is given back when `held` is closed."""
+    loopback = lease()
+    held.callback(loopback.release)
+    return loopback.address
+
+
+def _explained(error: SandboxError) -> SandboxError | HandlerError:
+    text = str(error)
+    for pattern, meaning in _LACKS:
+        if re.search(pattern, text, re.IGNORECASE):
+            kind = HandlerError if "bash" in meaning else SandboxError
+            return kind(f"{meaning}; {text}")
+    return error
+
+
+def version() -> str:
+    """What `apptainer --version` says, through spython; empty where there is none."""
+    from spython.main import Client
+
+    return str(Client.version()).strip() if shutil.which("apptainer") else ""

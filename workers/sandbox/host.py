@@ -1,0 +1,162 @@
+"""The sandbox host: one process's stock of sandboxes, its root folder, and what keeps both in step with the line.
+
+The INIT worker's host serves its sandboxes to the other workers and keeps each only while its rollout names exactly
+that one. An EVAL worker's host (no queue given) serves nobody: its sandboxes live as long as one attempt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import os
+import secrets
+import shutil
+import socket
+import tempfile
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from pipeline.config import Config
+from pipeline.connection import redacted
+from pipeline.errors import LineError
+from pipeline.queue import Queue
+from workers.sandbox.boxes import orphans
+from workers.sandbox.client import this_machine
+from workers.sandbox.server import Server
+from workers.sandbox.stock import Stock, make_stock
+
+log = logging.getLogger(__name__)
+
+LOOK_SECONDS = 1.0
+"""Between two looks at whether the sandboxes are still wanted; a ring of the doorbell comes before."""
+
+_LONGEST_SOCKET = 100
+"""Bytes of a Unix socket's path; the kernel takes 107."""
+
+
+def sandbox_root(config: Config) -> Path:
+    """The folder of this line's sandboxes: two lines of one user never sweep each other's."""
+    root = config.path_of(config.sandbox.root) if config.sandbox.root else None
+    root = root or Path(tempfile.gettempdir()) / f"rollout-sandboxes-{os.getuid()}"
+    line = hashlib.sha256(f"{redacted(config.redis.url)} {config.line.name}".encode()).hexdigest()[:8]
+    return root / f"{config.line.name}-{line}"
+
+
+def reachable_address(config: Config) -> str:
+    """Where other machines reach this one: sandbox.listen, else the address that reaches Redis; "" for nowhere."""
+    if config.sandbox.listen:
+        return config.sandbox.listen
+    parts = urlsplit(config.redis.url)
+    if parts.scheme not in ("redis", "rediss") or not parts.hostname:
+        return ""
+    try:
+        family, _, _, _, where = socket.getaddrinfo(parts.hostname, parts.port or 6379, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(where)  # sends nothing; the kernel chooses the interface
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        log.warning("no address of this machine reaches Redis (%s): sandboxes are served on this machine alone", error)
+        return ""
+
+
+class Host:
+    """`stock`: the sandboxes. `rung`: set it to have a look at once."""
+
+    def __init__(self, config: Config, stock: Stock, root: Path, owner: orphans.Owner, queue: Queue | None) -> None:
+        self.stock = stock
+        self.rung = asyncio.Event()
+        self._config, self._root, self._owner, self._queue = config, root, owner, queue
+        self._server: Server | None = None
+        self._short: tempfile.TemporaryDirectory[str] | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self._sweeping: asyncio.Task[None] | None = None
+        self._closing = False
+
+    @classmethod
+    async def open(cls, config: Config, name: str, queue: Queue | None = None) -> Host:
+        """Claim a root folder; with a queue, serve as the host called `name`. Raises ConfigError, SandboxError."""
+        parent = sandbox_root(config)
+        root = parent / secrets.token_hex(4)
+        owner = await asyncio.to_thread(orphans.claim_root, root)
+        host = cls(config, make_stock(config, root), root, owner, queue)
+        try:
+            if queue is not None:
+                host._server = Server(host.stock, queue, host._socket(), reachable_address(config))
+                address = await host._server.start()
+                host.stock.address = {"host": name, "node": this_machine(), **address}
+                host._watching = asyncio.create_task(host._watch())
+                host._sweeping = asyncio.create_task(host._sweep(parent))
+        except BaseException:
+            await host.close()
+            raise
+        return host
+
+    def _socket(self) -> Path:
+        path = self._root / "host.sock"
+        if len(os.fsencode(path)) <= _LONGEST_SOCKET:
+            return path
+        self._short = tempfile.TemporaryDirectory(prefix="rollout-host-", dir="/tmp")
+        return Path(self._short.name) / "s"
+
+    async def look(self) -> int:
+        """Discard what no rollout names any more; returns how many. Raises RedisUnavailable, and discards nothing."""
+        if self._queue is None:
+            return 0
+        items = list(self.stock.live.values())
+        wanted = await self._queue.hosted([(item.id, item.text, item.token) for item in items])
+        unwanted = [item.box.name for item, keep in zip(items, wanted, strict=True) if not keep]
+        await asyncio.gather(*(self.stock.discard(name) for name in unwanted))
+        return len(unwanted)
+
+    async def _watch(self) -> None:
+        while not self._closing:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.rung.wait(), LOOK_SECONDS)
+            self.rung.clear()
+            try:
+                await self.look()
+            except LineError as error:
+                log.warning("sandboxes can't be looked after now, none is discarded: %s", error)
+            except Exception:  # without this loop every sandbox that is over would live for ever
+                log.exception("the look at the sandboxes failed and is tried again")
+
+    async def _sweep(self, parent: Path) -> None:
+        while True:
+            try:
+                for gone in await asyncio.to_thread(orphans.sweep, parent):
+                    log.info("removed %s, which a dead host left behind", gone)
+            except Exception as error:  # a sweep that ended would leave every orphan from now on
+                log.warning("the sweep of %s failed and is tried again: %s", parent, error)
+            await asyncio.sleep(self._config.sandbox.sweep)
+
+    async def close(self) -> None:
+        """Stop serving, remove every sandbox and the root folder. Safe twice."""
+        self._closing = True
+        self.rung.set()
+        await self._end_tasks()
+        if self._server is not None:
+            await self._server.close()
+        await self.stock.close()
+        await asyncio.to_thread(self._leave)
+        if self._short is not None:
+            self._short.cleanup()
+
+    async def _end_tasks(self) -> None:
+        """Let the look that is under way end by itself: cut off, it would leave its call to Redis behind."""
+        if self._watching is not None:
+            await asyncio.wait({self._watching}, timeout=LOOK_SECONDS)
+        tasks = [task for task in (self._watching, self._sweeping) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _leave(self) -> None:
+        """Give the root folder up, and remove it with its parents where nothing is left in them."""
+        if self._root.is_dir() and not orphans.boxes(self._root):  # else a sweep sees to the rest
+            shutil.rmtree(self._root)
+        self._owner.close()
+        for folder in (self._root.parent, self._root.parent.parent):
+            with contextlib.suppress(OSError):  # another host's, or the user's own
+                folder.rmdir()
