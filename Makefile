@@ -16,7 +16,7 @@ demo: $(STAMP) ## see the line run: 32 tasks x 4 samples through three worker pr
 
 test: $(STAMP) ## all tests but the long ones; with CI=true installs the services first (ARGS="-k queue")
 	@if [ "$${CI:-}" = true ]; then $(MAKE) --no-print-directory system; fi
-	$(BIN)/pytest tests -m "not slow" $(ARGS)
+	@.ci/tests.sh $(BIN)/pytest $(ARGS)
 
 check: $(STAMP) ## format, lint, types, import rule
 	$(BIN)/ruff format --check .

@@ -17,6 +17,8 @@ from typing import Any
 from pipeline.config import Config, load
 from pipeline.connection import connect
 from pipeline.queue import Queue
+from workers.sandbox import processes
+from workers.sandbox.box import Spec
 from workers.sandbox.boxes.apptainer import Apptainer
 from workers.sandbox.host import Host, sandbox_root
 from workers.sandbox.live import Live
@@ -75,8 +77,6 @@ class Served:
         times = []
         for number in range(count):
             began = time.perf_counter()
-            from workers.sandbox.box import Spec
-
             box = await driver.create(Spec(), f"instance-{number}")
             session = Session(box, self.config.sandbox)
             await session.start()
@@ -93,15 +93,16 @@ def _pids(live: Live) -> set[int]:
     for pid in inside:
         while pid not in (os.getpid(), 1):
             found.add(pid)
-            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[1])
+            above = processes.look(pid)
+            pid = above.parent if above is not None else 1
     return found
 
 
 def _pss(pid: int) -> int:
-    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-        if line.startswith("Pss:"):
-            return int(line.split()[1]) * 1024
-    raise ValueError(f"the kernel does not tell the memory of process {pid}")
+    share = processes.proportional(pid)
+    if share is None:
+        raise ValueError(f"the kernel does not tell the memory of process {pid}")
+    return share
 
 
 async def main() -> None:

@@ -101,7 +101,7 @@ async def _ipython(sandbox: Sandbox, arguments: dict[str, Any]) -> str:
 
 async def _read(sandbox: Sandbox, arguments: dict[str, Any]) -> str:
     start = arguments.get("start", 0)
-    if isinstance(start, bool) or not isinstance(start, int | float) or start < 0:
+    if isinstance(start, bool) or not isinstance(start, int | float) or not 0 <= start < 2**63:
         raise WrongCall("`start` is a number of bytes, 0 or more")
     data = await sandbox.read(_words(arguments, "path", "read_file"), int(start), READ_BYTES + 1)
     more = f"\n[it goes on at byte {int(start) + READ_BYTES}]" if len(data) > READ_BYTES else ""

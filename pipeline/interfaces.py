@@ -146,6 +146,9 @@ class Policy(Protocol):
         ...
 
 
+EVAL_SANDBOXES = ("none", "same", "fresh")
+
+
 @dataclass(kw_only=True)
 class Context:
     """What an attempt gives a handler.
@@ -219,6 +222,19 @@ class AgentHandler:
     resumable: ClassVar[bool] = True
     """A RUN attempt that was lost is gone on with by replay: its model calls and sandbox actions are answered from the
     journal as long as the handler asks the same ones. False for a handler with state elsewhere: it starts over."""
+
+    def __init_subclass__(cls, **named: Any) -> None:
+        super().__init_subclass__(**named)
+        if cls.eval_sandbox not in EVAL_SANDBOXES:
+            raise TypeError(f"{cls.__name__}.eval_sandbox is {cls.eval_sandbox!r}: one of {', '.join(EVAL_SANDBOXES)}")
+        if cls.sandbox is not None and not isinstance(cls.sandbox, dict):
+            raise TypeError(
+                f"{cls.__name__}.sandbox is {cls.sandbox!r}: None for no sandbox, or a map ({{}} for a plain one)"
+            )
+        if cls.sandbox is None and cls.eval_sandbox != "none":
+            raise TypeError(
+                f"{cls.__name__}.eval_sandbox is {cls.eval_sandbox!r}, but it has no `sandbox`: set `sandbox = {{}}`"
+            )
 
     async def init(self, ctx: Context) -> None:
         """Make the sandbox ready for the policy. Must be repeatable."""

@@ -44,6 +44,7 @@ import asyncio
 import json
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import redis.asyncio
@@ -314,15 +315,23 @@ class Queue:
         return [bool(int(item)) for item in await self._verb("leave", *ids)]
 
     async def silent(self, worker: str) -> float | None:
-        """Seconds since a worker's last beat; None when it is not listed. A Redis that is away tells of nobody: 0."""
+        """Seconds since a worker's last beat; None when it is not listed.
+
+        0 while that tells nothing: Redis is away, or so lately back (`tick.lua`) that nobody could beat.
+        """
+        asked = (("ZSCORE", self.key("beats"), worker), ("TIME",), ("MGET", self.key("tick"), self.key("blind")))
         try:
-            score, (seconds, micros) = await asyncio.gather(
-                self.outlast(lambda: self.pipe.execute("ZSCORE", self.key("beats"), worker), 0.0),
-                self.outlast(lambda: self.pipe.execute("TIME"), 0.0),
+            score, (seconds, micros), (tick, blind) = await asyncio.gather(
+                *(self.outlast(partial(self.pipe.execute, *command), 0.0) for command in asked)
             )
         except RedisUnavailable:
             return 0.0
-        return None if score is None else max(0.0, int(seconds) + int(micros) / 1e6 - float(score) / 1000)
+        if score is None:
+            return None
+        now = int(seconds) * 1000 + int(micros) / 1000
+        if (tick and now - float(tick) > self.lease_ms / 2) or float(blind or 0) > now:
+            return 0.0
+        return max(0.0, (now - float(score)) / 1000)
 
     async def note_place(self, handler: str, needed: bool) -> None:
         """Remember that this handler's rollouts need a sandbox: what is enqueued from now on waits for a place."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import shutil
 import tempfile
 import time
@@ -15,6 +14,7 @@ import pytest
 
 from pipeline.config import Config
 from tests.services import require
+from workers.sandbox import programs
 from workers.sandbox.box import Box, Driver, Spec
 from workers.sandbox.boxes import make_driver
 from workers.sandbox.boxes.apptainer import Apptainer
@@ -88,25 +88,8 @@ async def site(short_root: Path, image_cache: Path) -> AsyncIterator[Site]:
 
 async def run(box: Box, script: str, *arguments: str, seconds: float = 15.0) -> Done:
     """Run a bash script inside."""
-    process = await asyncio.create_subprocess_exec(
-        *box.command(["/bin/bash", "-c", script, "bash", *arguments]),
-        env=box.environment(),
-        cwd="/",
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-    )
-    try:
-        async with asyncio.timeout(seconds):
-            output, _ = await process.communicate()
-    finally:
-        if process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
-            process._transport.close()  # type: ignore[attr-defined]  # what runs on may hold the pipe
-    assert process.returncode is not None
-    return Done(process.returncode, output.decode("utf-8", "replace").strip())
+    argv = box.command(["/bin/bash", "-c", script, "bash", *arguments])
+    return Done(*await programs.run(argv, seconds=seconds, env=box.environment()))
 
 
 async def until(true: Callable[[], bool], seconds: float = 15.0) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import secrets
 import time
@@ -17,7 +18,19 @@ from tests.boxes import Site, image_cache, short_root, site
 from workers.sandbox.box import Box, Spec
 from workers.sandbox.tools.session import Session
 
-__all__ = ["DRIVERS", "boxed", "gone", "image_cache", "make", "running", "session", "short_root", "site", "unique"]
+__all__ = [
+    "DRIVERS",
+    "boxed",
+    "either",
+    "gone",
+    "image_cache",
+    "make",
+    "running",
+    "session",
+    "short_root",
+    "site",
+    "unique",
+]
 
 DRIVERS = ("local", "bubblewrap", "apptainer")
 
@@ -29,22 +42,33 @@ async def make(site: Site, kind: str, name: str = "g.0-token", **changes: Any) -
     return Session(box, Config().changed(settings).sandbox), box
 
 
-@pytest.fixture(params=DRIVERS)
-async def session(site: Site, request: pytest.FixtureRequest) -> AsyncIterator[Session]:
-    """A started session, once for each driver; the home holds `a/b.txt` with "hi"."""
-    made, _ = await make(site, request.param)
+@contextlib.asynccontextmanager
+async def started(site: Site, kind: str) -> AsyncIterator[Session]:
+    made, _ = await make(site, kind)
     await made.start()
     yield made
     await made.close()
+
+
+@pytest.fixture(params=DRIVERS)
+async def session(site: Site, request: pytest.FixtureRequest) -> AsyncIterator[Session]:
+    """A started session, once for each driver; the home holds `a/b.txt` with "hi"."""
+    async with started(site, request.param) as made:
+        yield made
+
+
+@pytest.fixture(params=["local", "apptainer"])
+async def either(site: Site, request: pytest.FixtureRequest) -> AsyncIterator[Session]:
+    """A started session without and with namespaces, for what does not depend on how these are made."""
+    async with started(site, request.param) as made:
+        yield made
 
 
 @pytest.fixture
 async def boxed(site: Site) -> AsyncIterator[Session]:
     """A started session in a box of bubblewrap, for what does not depend on the driver."""
-    made, _ = await make(site, "bubblewrap")
-    await made.start()
-    yield made
-    await made.close()
+    async with started(site, "bubblewrap") as made:
+        yield made
 
 
 def unique(seconds: int) -> str:

@@ -138,8 +138,24 @@ class Attempt:
         children = self.worker.shop.children
         if self.claim.alone and isinstance(children, Children):
             self.log.warning("two processes died with it in company: it runs alone in a child process")
-            return await children.stage(await self._with_sandbox(job), self.clock.limit, self.log)
+            return await self._alone(children, await self._with_sandbox(job))
         return await process(job, self.worker.shop, self.log, self.clock)
+
+    async def _alone(self, children: Children, job: Job) -> Done:
+        """In a child, which has no Redis to ask whether the host of its sandbox still lives: that is watched here."""
+        hosts, reference = self.worker.shop.hosts, job.envelope.sandbox
+        working = asyncio.create_task(children.stage(job, self.clock.limit, self.log))
+        tasks: list[asyncio.Task[Any]] = [working]
+        if hosts is not None and reference is not None and self.stage is not Stage.INIT:
+            tasks.append(asyncio.create_task(hosts.until_dead(reference)))
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            result: Done = (working if working in done else done.pop()).result()
+            return result
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks, timeout=self.config.limits.swallow)
 
     async def _with_sandbox(self, job: Job) -> Job:
         """INIT's sandbox is made here, in the process that serves it, and not in the child that uses it first."""
@@ -206,7 +222,8 @@ class Attempt:
     async def fail(self, error: LineError) -> str:
         """Give the rollout back, send it round again, or end it: the one place where a failure's kind decides."""
         failure = self.failure(error)
-        record = self._record("failed" if failure.mode != "back" else "given back", failure)
+        moved = isinstance(error, NeedsPlace)  # no attempt that anybody would want to hear of
+        record = "" if moved else self._record("failed" if failure.mode != "back" else "given back", failure)
         worked = self.clock.elapsed
         status, attempts, losses = await self.worker.queue.fail(
             self.stage.value, self.claim.id, self.claim.token, failure, record=record, worked=worked
@@ -217,6 +234,7 @@ class Attempt:
             "STALE": "but its lease is no longer ours", "AGAIN": "which the line knew already",
         }[status]  # fmt: skip
         level = logging.ERROR if status == "FAILED" else logging.INFO if status == "CANCELLED" else logging.WARNING
+        level = logging.DEBUG if moved and status == "READY" else level
         self.log.log(level, "%s: %s; %s (attempts %d, losses %d)", failure.kind, failure.why, say, attempts, losses)
         return status
 

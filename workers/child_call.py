@@ -19,7 +19,7 @@ import handlers
 from pipeline import wire
 from pipeline.config import Config
 from pipeline.envelope import Envelope, Payload, Stage, Task, from_map, to_map
-from pipeline.errors import Fatal, HandlerError, LineError, Retryable, Stale, WorkerLost
+from pipeline.errors import Fatal, HandlerError, LineError, Retryable, SandboxGone, Stale, WorkerLost
 from pipeline.interfaces import Reward
 from pipeline.log import AttemptLog
 from workers.stages import Done, Job, as_reward, collected, context, process, wrapped
@@ -112,7 +112,8 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         result = asyncio.run(_stage(request, log)) if "config" in request else _method(request, log)
         return {**result, "log": log.tail}
     except LineError as error:
-        return {"error": str(error), "kind": error.kind, "log": log.tail}
+        gone = isinstance(error, SandboxGone)
+        return {"error": str(error), "kind": error.kind, "gone": gone, "log": log.tail}
     except Exception as error:  # the far side can't see our traceback otherwise
         log.keep(traceback.format_exc())
         return {"error": f"{type(error).__name__}: {error}", "kind": HandlerError.kind, "log": log.tail}

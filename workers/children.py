@@ -15,7 +15,7 @@ from typing import Any
 from pipeline import wire
 from pipeline.config import Config
 from pipeline.envelope import Payload, from_map
-from pipeline.errors import GraderError, HandlerError, WorkerLost, by_kind
+from pipeline.errors import GraderError, HandlerError, SandboxGone, Stale, WorkerLost, by_kind
 from pipeline.interfaces import Reward
 from pipeline.log import AttemptLog
 from workers.child_call import done_from_map, frame, job_to_map, reward_from_map
@@ -97,6 +97,10 @@ class Children:
             self._kill(pid)
         log.keep(str(reply.get("log", "")))
         if "error" in reply:
+            if reply.get("gone"):
+                raise SandboxGone(str(reply["error"]))
+            if reply["kind"] == Stale.kind:
+                raise Stale(str(reply["error"]))
             error_of = by_kind(str(reply["kind"]), str(reply["error"]))
             raise error_of or HandlerError(str(reply["error"]))
         return dict(reply)

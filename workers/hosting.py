@@ -45,6 +45,10 @@ class Hosting:
     def full(self) -> bool:
         return self.host is not None and self.places().free == 0
 
+    @property
+    def empty(self) -> bool:
+        return self.host is None or self.host.stock.taken == 0
+
     def begun(self, claim: Claim) -> None:
         """A claim that takes a place has it from now on."""
         if claim.place and self.host is not None:

@@ -178,7 +178,8 @@ class Worker:
                     self._begin(claim)
                     if number % FIRST_STEPS == 0:
                         await asyncio.sleep(0)
-            if self.burst and not claims and not self.running and await self._is_empty():
+            idling = not claims and not self.running and self.hosting.empty  # what is hosted may come back to INIT
+            if self.burst and idling and await self._is_empty():
                 return
             await asyncio.sleep(0)
 

@@ -10,7 +10,7 @@ import inspect
 import traceback
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import handlers
 from pipeline.builder import TrajectoryBuilder
@@ -20,6 +20,7 @@ from pipeline.errors import ContextFull, Fatal, GraderError, HandlerError, LineE
 from pipeline.interfaces import AgentHandler, Context, Policy, Reward
 from pipeline.log import AttemptLog
 from workers.clock import WorkingClock
+from workers.parts import Caller, Hosts, Near, Stock
 from workers.replay import Journaled, Replay
 
 
@@ -46,43 +47,6 @@ class Done:
     payload: Payload | None = None
     reward: Reward | None = None
     restart: str = ""
-
-
-class Near(Protocol):
-    """A sandbox of this process (`workers.sandbox.live.Live`)."""
-
-    reference: dict[str, Any]
-    session: Any
-
-
-class Stock(Protocol):
-    """The sandboxes of this process (`workers.sandbox.stock.Stock`)."""
-
-    async def prepare(self, asked: dict[str, Any], *, id: str, token: str, lane: str) -> Near: ...
-
-    def get(self, name: str) -> Near | None: ...
-
-    async def discard(self, name: str) -> None: ...
-
-    async def wait_for_place(self, token: str, lane: str) -> None: ...
-
-    def release(self, token: str) -> None: ...
-
-
-class Hosts(Protocol):
-    """The way to sandboxes of other processes (`workers.sandbox.client.Hosts`)."""
-
-    async def open(
-        self, reference: dict[str, Any], *, id: str, token: str, stage: str, resume: bool = False
-    ) -> Any: ...
-
-    async def close(self) -> None: ...
-
-
-class Caller(Protocol):
-    """Runs a plain `def` method in a child process."""
-
-    async def method(self, job: Job, name: str, log: AttemptLog) -> tuple[Payload, Reward | None]: ...
 
 
 @dataclass(kw_only=True)
@@ -191,7 +155,8 @@ async def _eval_fresh(
 ) -> Reward | None:
     """Score in a sandbox of this process that lives as long as the attempt."""
     stock = await shop.need_stock()
-    await stock.wait_for_place(job.token, job.envelope.lane)
+    with clock.paused("waits for a place for its fresh sandbox"):
+        await stock.wait_for_place(job.token, job.envelope.lane)
     try:
         made = await prepare(replace(job, place=True), handler, shop)
         _, reward = await _call(job, "eval", handler, shop, log, clock, made.session)
@@ -233,9 +198,12 @@ async def _call(
         ctx._policy = Replay(ctx._policy, sandbox)
     ctx.deadline = clock.limit
     try:
-        answer = function(ctx)
-        if inspect.isawaitable(answer):
-            answer = await answer
+        try:
+            answer = function(ctx)
+            if inspect.isawaitable(answer):
+                answer = await answer
+        finally:
+            _check_whole(sandbox, ctx._policy)
     except (Retryable, Fatal, Stale):
         raise
     except ContextFull as error:
@@ -245,6 +213,14 @@ async def _call(
     except (Exception, SystemExit) as error:  # `exit()` in a handler must not end the worker
         raise wrapped(job, error, log) from error
     return collected(job, ctx), as_reward(job, answer) if method == "eval" else None
+
+
+def _check_whole(*parts: Any) -> None:
+    """Raise what a handler may have caught: what a sandbox that is gone did not do is nothing to go on with."""
+    for part in parts:
+        broken = getattr(part, "broken", None)
+        if isinstance(broken, LineError):
+            raise broken
 
 
 def context(job: Job, handler: AgentHandler, log: AttemptLog, max_turns: int) -> Context:

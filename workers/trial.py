@@ -126,6 +126,8 @@ async def _stages(config: Config, task: Task, shop: Workshop) -> Trial:
             log = AttemptLog(logging.getLogger("try"), rollout=job.id, stage=job.stage.value)
             began, limit = loop.time(), getattr(config.limits, job.stage.value)
             done = await asyncio.wait_for(process(job, shop, log, WorkingClock(limit)), limit)
+            if job.envelope.sandbox is not None and done.envelope.sandbox is None and shop.stock is not None:
+                await shop.stock.discard(job.envelope.sandbox["name"])  # as a host does; EVAL may want its place
             trial.seconds[job.stage.value] = round(loop.time() - began, 4)
             job = replace(job, stage=NEXT[job.stage], envelope=done.envelope, payload=done.payload or job.payload)
             trial.payload, trial.reward = job.payload, done.reward

@@ -148,6 +148,11 @@ def tokenizer_of(folder: str) -> Decode | None:
     return lambda ids: loaded.decode(list(ids))
 
 
+def sandboxes(worker: dict[str, Any]) -> str:
+    """Of what a worker says of itself: live sandboxes of how many; empty where it hosts none."""
+    return f"{worker['sandboxes']}/{worker['max_live']}" if "max_live" in worker else ""
+
+
 def seconds(value: float | None) -> str:
     """A duration for people."""
     if value is None:

@@ -107,7 +107,7 @@ def render(history: list[dict[str, Any]]) -> Stack:
 
 
 def _stages(history: list[dict[str, Any]]) -> Table:
-    made = _table("stage", "ready", "oldest", "leased", "delayed", "dead", "per s")
+    made = _table("stage", "ready", "for a place", "oldest", "leased", "delayed", "dead", "per s")
     for stage, item in history[-1]["stages"].items():
         speed = rate(history, "acked" if stage == "done" else f"committed:{stage}")
         ready = "  ".join(f"{lane} {count}" for lane, count in item["ready"].items())
@@ -115,6 +115,7 @@ def _stages(history: list[dict[str, Any]]) -> Table:
         made.add_row(
             stage,
             ready,
+            str(sum(item["place"].values()) or ""),
             age,
             str(item["leased"]),
             str(item["delayed"]),
@@ -125,14 +126,19 @@ def _stages(history: list[dict[str, Any]]) -> Table:
 
 
 def _workers(last: dict[str, Any]) -> Table:
-    made = _table("worker", "stage", "busy", "last beat", "state")
+    made = _table("worker", "stage", "busy", "sandboxes", "last beat", "state")
     for item in sorted(last["workers"], key=lambda item: (item["stage"], item["worker"]))[:20]:
         state = "stopping" if item.get("stopping") else item.get("paused") or "serving"
         made.add_row(
-            item["worker"], item["stage"], f"{item['running']}/{item['slots']}", view.seconds(item["silent"]), state
+            item["worker"],
+            item["stage"],
+            f"{item['running']}/{item['slots']}",
+            view.sandboxes(item),
+            view.seconds(item["silent"]),
+            state,
         )
     if not last["workers"]:
-        made.add_row("no live worker", "", "", "", "start one: rollout work STAGE")
+        made.add_row("no live worker", "", "", "", "", "start one: rollout work STAGE")
     return made
 
 

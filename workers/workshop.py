@@ -8,7 +8,8 @@ import handlers
 from pipeline.config import Config
 from pipeline.queue import Queue
 from workers.children import Children
-from workers.stages import Stock, Workshop
+from workers.parts import Stock
+from workers.stages import Workshop
 
 
 def handlers_path(config: Config) -> str:

@@ -99,7 +99,7 @@ def set_fault(fault: str) -> None:
     wrap(Attempt, "_process", before="working", after="done", reach=reach)
     wrap(Queue, "write_payload", after="written", reach=reach)
     wrap(Attempt, "commit", after="committed", reach=reach)
-    wrap(Attempt, "after_commit", after="after", reach=reach)
+    wrap(Worker, "_release", after="after", reach=reach)
     wrap(Upkeep, "beat", after="beat", reach=reach)
     wrap(Upkeep, "_look_at_memory", before="tick", reach=reach)
 

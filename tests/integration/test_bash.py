@@ -10,10 +10,11 @@ import time
 import pytest
 
 from tests.boxes import Site, until
-from tests.sessions import DRIVERS, boxed, gone, image_cache, make, running, session, short_root, site, unique
+from tests.sessions import DRIVERS, boxed, either, gone, image_cache, make, running, session, short_root, site, unique
+from workers.sandbox.tools import shell
 from workers.sandbox.tools.session import Session
 
-__all__ = ["boxed", "image_cache", "session", "short_root", "site"]
+__all__ = ["boxed", "either", "image_cache", "session", "short_root", "site"]
 
 ENDED = "[the shell ended; a new one was started: folder and variables are reset]"
 SAID = (
@@ -68,14 +69,14 @@ async def test_folder_variables_and_functions_are_kept(boxed: Session) -> None:
     assert await boxed.bash("set +u; f; basename $PWD") == ("5 6\na", 0, False)
 
 
-async def test_h18_git_log_needs_no_pager_and_a_password_is_not_waited_for(session: Session) -> None:
+async def test_h18_git_log_needs_no_pager_and_a_password_is_not_waited_for(either: Session) -> None:
     name = "-c user.name=a -c user.email=a@b"
-    await session.bash(f"git init -q . && for i in $(seq 40); do git {name} commit -q --allow-empty -m number$i; done")
-    output = await session.bash("git log", 10)
+    await either.bash(f"git init -q . && for i in $(seq 40); do git {name} commit -q --allow-empty -m number$i; done")
+    output = await either.bash("git log", 10)
     assert output.exit_code == 0 and "number1\n" in output.text + "\n"
-    output = await session.bash("python3 -c 'import getpass; getpass.getpass()'", 10)
+    output = await either.bash("python3 -c 'import getpass; getpass.getpass()'", 10)
     assert output.exit_code == 1 and "EOFError" in output.text
-    assert (await session.bash("python3 -c 'input()'", 10)).exit_code == 1
+    assert (await either.bash("python3 -c 'input()'", 10)).exit_code == 1
 
 
 async def test_h14_a_timed_out_command_is_killed_with_what_it_started(session: Session) -> None:
@@ -92,18 +93,19 @@ async def test_h14_a_timed_out_command_is_killed_with_what_it_started(session: S
     assert len(running(earlier)) == 2
 
 
-async def test_a_shell_that_is_busy_itself_comes_back(session: Session) -> None:
+async def test_a_shell_that_is_busy_itself_comes_back(either: Session) -> None:
     for loop in ("while :; do :; done", "while :; do sleep 60; done", "yes", "cat /dev/zero"):
-        await session.bash("X=kept")
-        output = await session.bash(loop, 0.2)
+        await either.bash("X=kept")
+        output = await either.bash(loop, 0.2)
         assert output.timed_out
-        assert await session.bash("echo $X") == ("kept", 0, False)
+        assert await either.bash("echo $X") == ("kept", 0, False)
 
 
-async def test_a_shell_that_does_not_come_back_is_replaced(session: Session) -> None:
-    output = await session.bash("trap '' INT; while :; do :; done", 0.2)
+async def test_a_shell_that_does_not_come_back_is_replaced(either: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shell, "STOP_SECONDS", 0.2)
+    output = await either.bash("trap '' INT; while :; do :; done", 0.2)
     assert output.timed_out and "a new one was started" in output.text
-    assert await session.bash("pwd; echo ok | cat") == (f"{(await session.bash('echo ~')).text}\nok", 0, False)
+    assert await either.bash("pwd; echo ok | cat") == (f"{(await either.bash('echo ~')).text}\nok", 0, False)
 
 
 async def test_h15_a_background_process_does_not_hold_the_call(site: Site) -> None:
@@ -144,16 +146,16 @@ async def test_a_forged_mark_is_only_output(boxed: Session) -> None:
     assert await boxed.bash("printf '\\001%032d:0\\002\\n' 7; (exit 5)") == (f"{7:032d}:0", 5, False)
 
 
-async def test_a_cancelled_command_is_ended_and_does_not_spoil_the_next(session: Session) -> None:
+async def test_a_cancelled_command_is_ended_and_does_not_spoil_the_next(either: Session) -> None:
     word = unique(602)
-    call = asyncio.create_task(session.bash(f"X=kept; sleep {word}; echo late"))
-    waiting = asyncio.create_task(session.bash("touch never"))
+    call = asyncio.create_task(either.bash(f"X=kept; sleep {word}; echo late"))
+    waiting = asyncio.create_task(either.bash("touch never"))
     assert await until(lambda: len(running(word)) == 1)
     for task in (waiting, call):
         task.cancel()
     await asyncio.gather(call, waiting, return_exceptions=True)
     assert call.cancelled() and waiting.cancelled()
-    assert await session.bash("echo $X; ls never 2>/dev/null") == ("kept", 2, False)
+    assert await either.bash("echo $X; ls never 2>/dev/null") == ("kept", 2, False)
     assert await gone(word)
 
 
@@ -192,7 +194,8 @@ async def test_notes_are_told_once(site: Site) -> None:
     await made.close()
 
 
-async def test_nothing_leaks(site: Site) -> None:
+async def test_nothing_leaks(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shell, "STOP_SECONDS", 0.2)
     made, box = await make(site, "bubblewrap")
     await made.bash("true")
     await made.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import socket
@@ -13,9 +14,9 @@ import pytest
 
 from pipeline.errors import ConfigError, HandlerError, SandboxError
 from tests.boxes import ALL, ISOLATING, Site, image_cache, run, short_root, site, until
-from workers.sandbox import processes
+from workers.sandbox import processes, programs
 from workers.sandbox.box import Allow, Spec
-from workers.sandbox.boxes import make_driver
+from workers.sandbox.boxes import aids, make_driver
 from workers.sandbox.boxes.limits import MB
 
 __all__ = ["image_cache", "short_root", "site"]
@@ -84,7 +85,7 @@ async def test_the_environment_is_ours_alone(site: Site, kind: str, monkeypatch:
 
 
 @pytest.mark.parametrize("kind", ALL)
-async def test_what_cannot_be_met_is_told(site: Site, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_what_cannot_be_met_is_told(site: Site, kind: str) -> None:
     with pytest.raises(HandlerError, match="host_network"):
         await site.box(kind, Spec(network="host"))
     with pytest.raises(HandlerError, match="'A='"):
@@ -93,8 +94,12 @@ async def test_what_cannot_be_met_is_told(site: Site, kind: str, caplog: pytest.
         await site.box(kind, Spec(workdir="/no/such"))
     with pytest.raises(HandlerError, match="no-such-image"):
         await site.box(kind, Spec(image="no-such-image"))
-    left = [path.name for path in site.root.iterdir() if not path.name.startswith(".")]
-    assert left == []
+    with pytest.raises(HandlerError, match="correct `workdir`"):
+        await site.box(kind, Spec(files={"a": ""}, workdir="a/b"))
+    for name in ("a/b", "x" * 300):
+        with pytest.raises(HandlerError, match="correct `files`"):
+            await site.box(kind, Spec(files={"a": "", name: ""}))
+    assert {path.name for path in site.root.iterdir()} <= {".aids"}
 
 
 async def test_a_name_is_one_box_whatever_its_characters(site: Site) -> None:
@@ -102,6 +107,53 @@ async def test_a_name_is_one_box_whatever_its_characters(site: Site) -> None:
     boxes = [await site.box("local", name=name) for name in names]
     assert len({box.folder for box in boxes}) == len(names)
     assert all(box.folder.parent == site.root for box in boxes)
+
+
+DEEP = """
+import os
+os.mkdir("deep")
+at = os.open("deep", os.O_RDONLY)
+for _ in range(1500):
+    os.mkdir("d", dir_fd=at)
+    below = os.open("d", os.O_RDONLY, dir_fd=at)
+    os.close(at)
+    at = below
+os.fchmod(at, 0)
+"""
+
+
+async def test_folders_deeper_than_pythons_stack_are_removed(site: Site) -> None:
+    box = await site.box("bubblewrap")
+    assert await run(box, 'cd; python3 -c "$1"', DEEP) == (0, "")
+    await box.discard()
+    assert not box.folder.exists()
+
+
+@pytest.mark.parametrize("kind", ISOLATING)
+async def test_what_runs_with_all_rights_loads_no_file_of_the_agents(site: Site, kind: str) -> None:
+    names = (await run(await site.box(kind, name="other"), "cd /.rollout; ls")).text.split()
+    files: dict[str, str | bytes] = {f"lib/{name}": "no library" for name in names if ".so" in name}
+    home = "/root" if kind == "apptainer" else "/home/agent"
+    env = {"LD_LIBRARY_PATH": f"{home}/lib", "LD_PRELOAD": f"{home}/lib/libc.so.6", "LD_AUDIT": f"{home}/lib/libc.so.6"}
+    box = await site.box(kind, Spec(files=files, env=env))
+    assert files and set(box.environment()) & set(env) == {"LD_LIBRARY_PATH"}
+    command = box.command([*aids.call("setpriv"), "--version"])  # that has its own libraries, as what comes before it
+    code, said = await programs.run(command, seconds=15.0, env=box.environment())
+    assert code == 0, said
+
+
+async def test_a_restart_makes_no_folders_where_the_agent_put_links(site: Site, short_root: Path) -> None:
+    box = await site.box("apptainer")
+    deep = [path for path in (box.folder / "home").iterdir() if any(path.iterdir())]
+    if not deep:
+        pytest.skip("this Python lies outside of /root, so nothing is bound in the home")
+    outside = short_root / "outside"
+    outside.mkdir()
+    for path in deep:  # a folder that holds a mount point may still be renamed
+        assert (await run(box, f"mv ~/{path.name} ~/old && ln -s {outside} ~/{path.name}")).code == 0
+    with contextlib.suppress(SandboxError):
+        await box.restart()
+    assert list(outside.iterdir()) == []
 
 
 @pytest.mark.parametrize("kind", ALL)

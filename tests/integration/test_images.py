@@ -12,19 +12,16 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-import time
-from collections.abc import Callable
-from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
 
-import psutil
 import pytest
 from click.testing import CliRunner
 
 from pipeline.config import Config
 from pipeline.errors import ConfigError, HandlerError, SandboxError
 from tests.services import require
+from tests.waiting import sleepers, until
 from workers.cli.app import rollout
 from workers.sandbox.images import Image, build, hold, manage, resolve, trees
 from workers.sandbox.images.cache import Cache
@@ -62,13 +59,6 @@ def sif(folder: Path) -> Path:
     apptainer, made = require("apptainer"), folder.with_name("small.sif")
     subprocess.run([apptainer, "-q", "build", str(made), str(folder)], check=True, capture_output=True)
     return made
-
-
-def until(true: Callable[[], object], seconds: float = 20.0) -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, "it did not come about"
-        time.sleep(0.02)
 
 
 def found(config: Config, name: str) -> Image:
@@ -258,26 +248,17 @@ async def whole(staging: Path, _: int) -> None:
     (staging / "rootfs" / "bin").mkdir(parents=True)
 
 
-def sleepers() -> list[psutil.Process]:
-    living = []
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            if process.cmdline() == ["sleep", SLEEP]:
-                living.append(process)
-    return living
-
-
 async def test_a_killed_builder_leaves_nothing_that_counts(config: Config) -> None:
     builder = python(HALF, config.images.cache, SLEEP)
     assert builder.stdout is not None and builder.stdout.readline() == "half\n"
-    until(sleepers)
+    until(lambda: sleepers(SLEEP))
     builder.kill()
     builder.communicate()
     cache = Cache.of(config)
     assert cache.entries() == []
     image = await asyncio.wait_for(build.once(cache, "d" * 64, "sif", "x", whole), 20)
     assert sorted(item.name for item in image.path.iterdir()) == ["bin"]
-    assert sleepers() == []  # what the dead builder had started ended with it, before the next one began
+    assert sleepers(SLEEP) == []  # what the dead builder had started ended with it, before the next one began
 
 
 async def test_what_a_killed_builder_left_is_tidied_away(config: Config) -> None:
@@ -286,10 +267,10 @@ async def test_what_a_killed_builder_left_is_tidied_away(config: Config) -> None
     left = Path(config.images.cache) / "staging" / ("d" * 64)
     manage.evict(config)
     assert left.is_dir()  # its builder lives
-    until(sleepers)
+    until(lambda: sleepers(SLEEP))
     builder.kill()
     builder.communicate()
-    until(lambda: not sleepers())
+    until(lambda: not sleepers(SLEEP))
     manage.evict(config)
     assert not left.exists()
 
@@ -303,11 +284,11 @@ async def test_a_cancelled_build_ends_what_it_started(config: Config) -> None:
 
     task = asyncio.create_task(build.once(Cache.of(config), "e" * 64, "sif", "x", make))
     await started.wait()
-    await asyncio.to_thread(until, sleepers)
+    await asyncio.to_thread(until, lambda: sleepers(SLEEP))
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert sleepers() == []
+    assert sleepers(SLEEP) == []
     await asyncio.wait_for(build.once(Cache.of(config), "e" * 64, "sif", "x", whole), 20)
 
 
@@ -315,7 +296,7 @@ async def test_a_step_that_takes_too_long_is_ended_and_said(config: Config, tmp_
     async with Cache.of(config).building("k") as (staging, lock):
         with pytest.raises(SandboxError, match=r"waiting took longer than 0\.5 s and was ended"):
             await step("waiting", ["run", "sleep", SLEEP], scratch=staging, lock=lock, seconds=0.5)
-    assert sleepers() == []
+    assert sleepers(SLEEP) == []
 
 
 async def test_a_failed_step_shows_its_output(config: Config) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,12 +13,14 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.errors import SandboxError
 from tests.boxes import Site, until
-from tests.sessions import DRIVERS, gone, image_cache, make, running, session, short_root, site, unique
-from workers.sandbox.tools import kernel
+from tests.sessions import DRIVERS, boxed, either, gone, image_cache, make, running, session, short_root, site, unique
+from workers.sandbox.tools import cells, kernel
+from workers.sandbox.tools.inside import Inside
 from workers.sandbox.tools.session import Session
 
-__all__ = ["image_cache", "session", "short_root", "site"]
+__all__ = ["boxed", "either", "image_cache", "session", "short_root", "site"]
 
 PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 NEW = "[a new kernel was started: variables and imports are gone]"
@@ -46,14 +49,25 @@ async def test_cells_print_return_fail_and_keep_their_state(session: Session) ->
     assert (await session.ipython("import os; os.environ.get('ROLLOUT_REDIS__URL')")).text == ""
 
 
-async def test_pictures_are_files_inside(session: Session) -> None:
+async def test_pictures_are_files_inside(boxed: Session) -> None:
     code = f"import base64\nfrom IPython.display import *\ndisplay(Image(base64.b64decode('{PIXEL}'))); 'after'"
-    cell = await session.ipython(f"print('before')\n{code}")
+    cell = await boxed.ipython(f"print('before')\n{code}")
     (path,) = cell.images
     assert cell == (f"before\n[picture: {path}]\n'after'", "", (path,), False)
-    assert (await session.read(path)).startswith(b"\x89PNG")
-    again = await session.ipython(code)
+    assert (await boxed.read(path)).startswith(b"\x89PNG")
+    again = await boxed.ipython(code)
     assert again.images and again.images != cell.images
+
+
+def test_pictures_of_one_cell_have_bounds() -> None:
+    gathered = cells.Gathered("/p", "1")
+    large = {"data": {"image/svg+xml": "x" * (cells.PICTURE_BYTES // 2 - 1), "text/plain": "figure"}}
+    for _ in range(3):
+        gathered.add("display_data", large)
+    small = {"data": {"image/svg+xml": ""}}
+    for _ in range(cells.PICTURES):
+        gathered.add("display_data", small)
+    assert len(gathered.pictures) == cells.PICTURES and "\nfigure\n" in gathered.take()
 
 
 async def test_h14_a_timed_out_cell_ends_with_what_it_started(session: Session) -> None:
@@ -70,7 +84,7 @@ async def test_h14_a_timed_out_cell_ends_with_what_it_started(session: Session) 
     assert await session.bash("echo ok") == ("ok", 0, False)
 
 
-async def test_a_kernel_that_died_or_is_stuck_is_replaced(site: Site) -> None:
+async def test_a_kernel_that_died_or_is_stuck_is_replaced(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     session, _ = await make(site, "bubblewrap")
     await session.ipython("x = 1")
     for death in ("import os; print('in', flush=True); os._exit(3)", "import os; os.kill(os.getpid(), 9)"):
@@ -83,23 +97,24 @@ async def test_a_kernel_that_died_or_is_stuck_is_replaced(site: Site) -> None:
     stuck = (
         "import signal, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nprint('in', flush=True)\nwhile True: pass"
     )
+    monkeypatch.setattr(kernel, "STOP_SECONDS", 0.2)
     cell = await session.ipython(stuck, 0.5)
     assert cell.timed_out and cell.error == "TimeoutError" and cell.text.startswith("in\n[the kernel did not come back")
     assert await session.ipython("2") == (f"{NEW}\n2", "", (), False)
     await session.close()
 
 
-async def test_a_cancelled_cell_is_ended_and_does_not_spoil_the_next(session: Session) -> None:
+async def test_a_cancelled_cell_is_ended_and_does_not_spoil_the_next(either: Session) -> None:
     word = unique(602)
-    await session.ipython("x = 1")
-    call = asyncio.create_task(session.ipython(f"import subprocess; subprocess.run(['sleep', '{word}'])"))
+    await either.ipython("x = 1")
+    call = asyncio.create_task(either.ipython(f"import subprocess; subprocess.run(['sleep', '{word}'])"))
     assert await until(lambda: len(running(word)) == 1)
     call.cancel()
     await asyncio.gather(call, return_exceptions=True)
-    assert call.cancelled() and await session.ipython("x") == ("1", "", (), False)
+    assert call.cancelled() and await either.ipython("x") == ("1", "", (), False)
     assert await gone(word)
-    await session.fresh()
-    assert await session.ipython("'x' in globals()") == ("False", "", (), False)
+    await either.fresh()
+    assert await either.ipython("'x' in globals()") == ("False", "", (), False)
 
 
 async def test_nothing_is_left_of_a_kernel(site: Site) -> None:
@@ -114,7 +129,8 @@ async def test_nothing_is_left_of_a_kernel(site: Site) -> None:
         await asyncio.gather(first, return_exceptions=True)
         await made.close()
         assert await until(lambda: (len(os.listdir("/proc/self/fd")), len(asyncio.all_tasks())) == before)  # noqa: B023
-        assert list(box.sockets.iterdir()) == [] and await until(lambda: box.processes() == [])  # noqa: B023
+        assert [*box.sockets.iterdir(), *(box.folder / "own").iterdir()] == []
+        assert await until(lambda: box.processes() == [])  # noqa: B023
         assert (await made.bash("ls -A | grep -v '^a$\\|^.pyenv'")).text == ""
         await made.close()
 
@@ -144,6 +160,39 @@ async def test_what_is_no_message_ends_the_kernel_and_not_us(site: Site) -> None
     cell = await made.ipython(evil)
     assert cell.error == "DeadKernelError" and "no Jupyter message" in cell.text
     assert (await made.ipython("1")).text == f"{NEW}\n1"
+    for kind, content in (("error", "{'traceback': 5}"), ("display_data", "{'data': {'image/png': [1]}}")):
+        odd = f"k = get_ipython().kernel\nk.session.send(k.iopub_socket, '{kind}', {content}, parent=k.get_parent())"
+        cell = await made.ipython(f"{odd}; import time; time.sleep(1)")
+        assert cell.error == "DeadKernelError" and "no Jupyter message" in cell.text
+        assert (await made.ipython("1")).text == f"{NEW}\n1"
+    await made.close()
+
+
+LINKS = """
+import os
+folder = "/run/rollout"
+for name in os.listdir(folder):
+    if name.endswith(("-1", "-2")):
+        os.unlink(f"{folder}/{name}")
+        os.symlink({target!r}, f"{folder}/{name}")
+"""
+
+
+async def test_a_link_in_the_place_of_a_kernels_socket_is_not_followed(site: Site, short_root: Path) -> None:
+    """Neither by a new connection, nor by the first one."""
+    made, box = await make(site, "bubblewrap")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(short_root / "s"))
+        listener.listen()
+        listener.setblocking(False)
+        await made.ipython(LINKS.replace("{target!r}", repr(str(short_root / "s"))))
+        huge = await made.ipython("display({'text/plain': 'x' * 40_000_000}, raw=True)")  # costs the connection
+        assert "too large" in huge.text and await made.ipython("1") == ("1", "", (), False)
+        (box.sockets / "k-1").symlink_to(short_root / "s")
+        with pytest.raises(SandboxError, match="something else"):
+            Inside(box).take_socket("k-1")
+        with pytest.raises(BlockingIOError):
+            listener.accept()
     await made.close()
 
 

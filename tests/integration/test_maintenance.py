@@ -10,13 +10,12 @@ import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import quote
 
 import msgpack
-import psutil
 import pytest
 from rq import Queue as RQQueue
 from rq.job import Job
@@ -25,6 +24,7 @@ from pipeline.audit import audit
 from pipeline.config import Config
 from pipeline.queue import Queue
 from tests.services import RedisService
+from tests.waiting import sleepers, until
 from workers import maintenance, maintenance_jobs
 from workers.maintenance import Clock, Due, Msgpack, duties, queue_name
 from workers.sandbox.host import sandbox_root
@@ -41,13 +41,6 @@ def config(redis_service: RedisService, tmp_path: Path) -> Config:
     return redis_service.config.changed(
         {"images.cache": str(tmp_path / "cache"), "sandbox.root": str(tmp_path / "boxes"), "limits.grace": 0.5}
     )
-
-
-def until(true: Callable[[], object], seconds: float = 20.0) -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, "it did not come about"
-        time.sleep(0.02)
 
 
 @contextmanager
@@ -236,25 +229,17 @@ def test_a_job_that_does_not_end_is_killed_after_the_grace(
     tool.chmod(0o755)
     more = {"PATH": f"{tool.parent}:{os.environ['PATH']}", "ROLLOUT_IMAGES__PREFETCH": '["docker://x"]'}
     with worker(config, tmp_path / "log", **more) as process:
-        until(sleepers)
+        until(lambda: sleepers(SLEEP))
         process.terminate()
         assert process.wait(20) == 0
-        until(lambda: not sleepers())
+        until(lambda: not sleepers(SLEEP))
     assert "did not end within 0.5 s and is killed" in (tmp_path / "log").read_text()
 
 
-def sleepers() -> list[psutil.Process]:
-    living = []
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            if process.cmdline() == ["sleep", SLEEP]:
-                living.append(process)
-    return living
-
-
 def test_the_clock_outlasts_a_redis_that_is_away(
-    redis_server: RedisService, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    redis_server: RedisService, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(Clock, "LONGEST_WAIT", 0.1)
     caplog.set_level(logging.WARNING)
     with redis_server.client_sync() as client, Clock(redis_server.config, client) as clock:
         until(lambda: client.exists(clock.key))

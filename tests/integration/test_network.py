@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import HandlerError, SandboxError
-from tests.boxes import ISOLATING, Site, image_cache, run, short_root, site
+from tests.boxes import ISOLATING, Site, image_cache, run, short_root, site, until
 from tests.services import require
-from workers.sandbox import network
 from workers.sandbox.box import Spec
-from workers.sandbox.network import Gate, open_gate
+from workers.sandbox.network import gate as gates
+from workers.sandbox.network.gate import Gate, open_gate
 
 __all__ = ["image_cache", "short_root", "site"]
 
@@ -157,21 +157,12 @@ async def test_a_gate_ends_with_its_sandbox(keeper: Keeper, world: int) -> None:
     gate = await open_gate(keeper.pid, [f"127.0.0.1:{world}"])
     hold = f"import socket; socket.create_connection(('127.0.0.1', {gate.port})).recv(1)"
     inside = asyncio.create_task(keeper.run("/usr/bin/python3", "-I", "-c", hold))
-    await until(lambda: bool(gate.proxy._open), "the connection")
+    assert await until(lambda: bool(gate.proxy._open))
     os.kill(keeper.pid, signal.SIGKILL)
     await inside
-    await until(lambda: not gate.proxy._open and descriptors() == before, "the gate's end")
+    assert await until(lambda: not gate.proxy._open and descriptors() == before)
     assert [task.get_name() for task in asyncio.all_tasks() - tasks] == []
     await gate.close()
-
-
-async def until(condition: object, what: str) -> None:
-    assert callable(condition)
-    for _ in range(500):
-        if condition():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError(f"{what} did not come within 5 s")
 
 
 def inherited() -> str:
@@ -198,7 +189,7 @@ async def test_failures_are_sentences_and_leave_nothing(keeper: Keeper, monkeypa
     with pytest.raises(HandlerError, match=r"network\.allow: 'http://x'"):
         await open_gate(keeper.pid, ["http://x"])
     with monkeypatch.context() as patched:
-        patched.setattr(network, "HELPER", Path("/nonexistent/helper.py"))
+        patched.setattr(gates, "HELPER", Path("/nonexistent/helper.py"))
         with pytest.raises(SandboxError, match="helper ended with 2: .*nonexistent"):
             await open_gate(keeper.pid, ["example.org"])
     with monkeypatch.context() as patched:
@@ -215,8 +206,8 @@ async def test_failures_are_sentences_and_leave_nothing(keeper: Keeper, monkeypa
 async def test_a_helper_that_hangs_is_ended(keeper: Keeper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     helper = tmp_path / "helper.py"
     helper.write_text("import time; time.sleep(60)")
-    monkeypatch.setattr(network, "HELPER", helper)
-    monkeypatch.setattr(network, "HELPER_SECONDS", 0.3)
+    monkeypatch.setattr(gates, "HELPER", helper)
+    monkeypatch.setattr(gates, "HELPER_SECONDS", 0.3)
     before = descriptors()
     with pytest.raises(SandboxError, match=r"longer than 0\.3 s"):
         await open_gate(keeper.pid, ["example.org"])

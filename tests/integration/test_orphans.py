@@ -8,6 +8,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,7 +19,9 @@ from pipeline.errors import SandboxError
 from tests.boxes import ALL, PROGRAMS, Site, image_cache, run, short_root, site, until
 from tests.services import require
 from workers.sandbox import processes
+from workers.sandbox.boxes import orphans
 from workers.sandbox.boxes.orphans import claim_root, sweep
+from workers.sandbox.locks import tried
 from workers.sandbox.processes import Process
 
 __all__ = ["image_cache", "short_root", "site"]
@@ -136,6 +140,31 @@ def test_half_made_folders_go_too_and_foreign_ones_stay(short_root: Path) -> Non
     (short_root / "link").symlink_to(short_root / "not-ours")
     assert sorted(sweep(short_root)) == ["a", "a/.part-x", "a/0123456789ab"]
     assert sorted(path.name for path in short_root.iterdir()) == ["file", "link", "not-ours"]
+
+
+def test_what_cant_be_removed_does_not_keep_the_rest(short_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("a", "b"):
+        claim_root(short_root / name).close()
+        (short_root / name / "0123456789ab").mkdir()
+
+    def end(folder: Path) -> None:
+        if folder.parent.name == "a":
+            raise subprocess.TimeoutExpired("fusermount", 10)
+
+    monkeypatch.setattr(orphans, "end_all", end)
+    assert sweep(short_root) == ["b/0123456789ab", "b"]
+
+
+def test_a_look_at_a_new_host_does_not_keep_it_from_its_root(short_root: Path) -> None:
+    (short_root / "a").mkdir(mode=0o700)
+    with tried(short_root / "a" / "owner") as free:
+        assert free
+        claim = threading.Thread(target=lambda: owners.append(claim_root(short_root / "a")))
+        owners: list[orphans.Owner] = []
+        claim.start()
+        time.sleep(0.05)
+    claim.join()
+    owners[0].close()
 
 
 def test_a_reused_pid_dooms_nobody(short_root: Path) -> None:

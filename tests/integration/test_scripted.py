@@ -7,6 +7,9 @@ import contextlib
 import json
 import os
 import socket
+import subprocess
+import sys
+import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -254,3 +257,17 @@ def test_the_process_answers_and_ends_with_its_starter(tokens: tokenizer.Tokeniz
     assert "42" in asyncio.run(ask())
     server.stop()
     assert server.process.returncode == 0 and not os.path.exists(f"/proc/{server.process.pid}")
+
+
+def test_the_policy_command_serves_until_it_is_told_to_stop(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "workers.cli", "policy", "--handler", "math", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path) as process:
+        assert process.stdout is not None
+        about = json.loads(process.stdout.readline())
+        folder = Path(about["ROLLOUT_POLICY__TOKENIZER"])
+        assert (folder / "tokenizer.json").is_file()
+        with urllib.request.urlopen(f"{about['ROLLOUT_POLICY__URL']}/health", timeout=10) as reply:
+            assert reply.status == 200
+        process.terminate()
+        assert process.wait(20) == 0
+    assert not folder.exists()

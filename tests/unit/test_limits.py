@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.config import Config
+from pipeline.errors import HandlerError
 from workers.sandbox.box import Spec
 from workers.sandbox.boxes.limits import MB, Cgroup, Limits, find_hierarchy, make_cgroup, prefix
 from workers.sandbox.boxes.subtrees import Usage, largest, main_of, without_main
@@ -62,6 +63,22 @@ def test_a_task_lowers_and_never_raises(
     memory, processes, disk, cpus = expected
     assert (limits.memory, limits.processes, limits.cpus) == (memory, processes, cpus)
     assert disk is None or limits.disk == disk
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"files": {"/x": ""}}, "files: .*inside the home"),
+        ({"files": {"a/../../x": ""}}, "files: .*inside the home"),
+        ({"files": {"x\0": ""}}, "files: .*inside the home"),
+        ({"memory_mb": 0}, "memory_mb: "),
+        ({"network": "all"}, r"network\."),
+        ({"images": "x"}, "images: .*known: image, files"),
+    ],
+)
+def test_what_cant_be_asked_for_is_told_with_its_key(asked: dict[str, object], said: str) -> None:
+    with pytest.raises(HandlerError, match=said):
+        Spec.of(asked)
 
 
 def test_version_2_where_it_is_delegated(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 import pytest
 
 from pipeline.errors import SandboxError
-from workers.sandbox import loopback
-from workers.sandbox.loopback import Loopback
+from workers.sandbox.network import loopback
+from workers.sandbox.network.loopback import Loopback
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_a_held_address_is_not_given_out_and_a_released_one_is(monkeypatch: pyte
 TAKE_ALL = """
 import itertools
 import sys
-from workers.sandbox import loopback
+from workers.sandbox.network import loopback
 draws = itertools.cycle([number for number in range(8) for _ in range(3)])
 loopback.secrets.randbelow = lambda below: next(draws)
 held = []

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from pipeline.errors import HandlerError
-from workers.sandbox.allowed import Allowed, Target, target_of
-from workers.sandbox.proxy import Limits, Proxy
+from workers.sandbox.network.allowed import Allowed, Target, target_of
+from workers.sandbox.network.proxy import Limits, Proxy
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 QUICK = Limits(head=0.3, connect=2.0, idle=0.5, connections=4, head_bytes=2048)
@@ -103,7 +103,7 @@ def test_an_address_that_is_named_is_reached_on_its_port_only() -> None:
 
 def test_this_machines_own_public_address_is_not_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Allowed([]).reaches("93.184.215.14", 443)
-    monkeypatch.setattr("workers.sandbox.allowed._own_addresses", lambda: {"93.184.215.14"})
+    monkeypatch.setattr("workers.sandbox.network.allowed._own_addresses", lambda: {"93.184.215.14"})
     assert not Allowed([]).reaches("93.184.215.14", 443)
 
 
@@ -323,7 +323,7 @@ async def test_the_address_that_was_checked_is_the_one_connected_to(monkeypatch:
         return [(2, 1, 6, "", ("127.0.0.1" if len(questions) == 1 else "127.0.0.2", port))]
 
     async with proxied(server.handle, "rebind.example:{0}", "127.0.0.1:{0}") as (_, at, port):
-        monkeypatch.setattr("workers.sandbox.proxy.socket.getaddrinfo", answers)
+        monkeypatch.setattr("workers.sandbox.network.proxy.socket.getaddrinfo", answers)
         url = b"http://rebind.example:%d/" % port
         good = await say(at, b"GET " + url + b" HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
         bad = await say(at, b"GET " + url + b" HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")

@@ -16,7 +16,7 @@ from pipeline.errors import TaskError
 from pipeline.queue import Queue
 from workers import interrupt
 from workers.cli.base import Command, check_lane, json_option, line, say, settings, table
-from workers.view import seconds
+from workers.view import sandboxes, seconds
 
 T = TypeVar("T")
 STAGE = click.Choice(list(inspect.STAGES))
@@ -43,17 +43,26 @@ def depth(ctx: click.Context, as_json: bool) -> None:
         say(found)
         return
     rows = [
-        (stage, lane, count, seconds(item["age"]) if count else "", item["leased"], item["delayed"], item["dead"])
+        (
+            stage,
+            lane,
+            count,
+            item["place"][lane] or "",
+            seconds(item["age"]) if count else "",
+            item["leased"],
+            item["delayed"],
+            item["dead"],
+        )
         for stage, item in found.items()
         for lane, count in item["ready"].items()
     ]
-    table(("stage", "lane", "ready", "oldest", "leased", "delayed", "dead"), rows)
+    table(("stage", "lane", "ready", "for a place", "oldest", "leased", "delayed", "dead"), rows)
 
 
 @click.command(cls=Command)
 @click.argument("stage", type=STAGE)
 @click.option("--state", default="ready", show_default=True, type=click.Choice(list(inspect.STATES)))
-@click.option("--lane", default="train", show_default=True, help="Only for --state ready.")
+@click.option("--lane", default="train", show_default=True, help="Only for --state ready and place.")
 @click.option("--start", default=0, show_default=True, type=click.IntRange(min=0), help="Skip so many.")
 @click.option("--count", default=50, show_default=True, type=click.IntRange(1, 10_000), help="Show so many.")
 @json_option
@@ -165,6 +174,7 @@ def workers(ctx: click.Context, everyone: bool, as_json: bool) -> None:
             item["stage"],
             item["host"],
             f"{item['running']}/{item['slots']}",
+            sandboxes(item),
             seconds(time.time() - item["started"]),
             seconds(item["silent"]),
             _state(item),
@@ -172,7 +182,7 @@ def workers(ctx: click.Context, everyone: bool, as_json: bool) -> None:
         for item in found
     ]
     table(
-        ("worker", "stage", "host", "busy", "up", "last beat", "state"),
+        ("worker", "stage", "host", "busy", "sandboxes", "up", "last beat", "state"),
         rows,
         none="no live worker: start one with `rollout work STAGE`",
     )

@@ -47,7 +47,7 @@ class Spec(BaseModel):
     def _inside(cls, files: dict[str, str | bytes]) -> dict[str, str | bytes]:
         for name in files:
             path = PurePosixPath(name)
-            if path.is_absolute() or ".." in path.parts or not path.parts:
+            if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name:
                 raise ValueError(f"the file {name!r} must be a relative path inside the home")
         return files
 

@@ -7,6 +7,7 @@ does not answer still lives is asked of Redis.
 from __future__ import annotations
 
 import asyncio
+import errno
 import io
 import logging
 import os
@@ -14,12 +15,12 @@ import socket
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import aiohttp
 
 from pipeline import wire
-from pipeline.errors import SandboxError, SandboxGone
+from pipeline.errors import LineError, SandboxError, SandboxGone, Stale
 from pipeline.interfaces import Cell, Output
 from workers.sandbox.replies import KEY_HEADER, NAME_HEADER, VERSION, read_reply
 from workers.sandbox.stock import reference_text
@@ -29,6 +30,12 @@ log = logging.getLogger(__name__)
 CONNECT_SECONDS = 5.0
 LARGE = 1 << 20
 """Bytes from which on a body is sent in parts, so that it does not hold the event loop."""
+
+_NOBODY_LISTENS = (errno.ECONNREFUSED, errno.ENOENT)
+"""A socket that nobody serves. Others (a full backlog, no file descriptor left here) tell nothing about the host."""
+
+_KEEPALIVE = ((socket.TCP_KEEPIDLE, 15), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
+"""Seconds, seconds, count. A command may be silent for long; a way that has silently gone must still be noticed."""
 
 PATIENCE = 30.0
 """Seconds for which a host that Redis can't speak for is tried again."""
@@ -72,6 +79,14 @@ class Hosts:
         headers = {KEY_HEADER: str(reply["key"]), NAME_HEADER: str(reference["name"])}
         return RemoteSandbox(self, link, headers, list(reply["turns"]))
 
+    async def until_dead(self, reference: dict[str, Any]) -> NoReturn:
+        """Wait for as long as the sandbox's host lives. Raises SandboxGone."""
+        link = self._link(reference)
+        while True:
+            await asyncio.sleep(self._lease / 2)
+            if await self._is_dead(link):
+                raise SandboxGone(f"sandbox host {link.host} was not heard of for {self._lease:g} s")
+
     async def close(self) -> None:
         await asyncio.gather(*(session.close() for session in self._sessions.values()))
         self._sessions.clear()
@@ -96,7 +111,9 @@ class Hosts:
             if link.near:
                 connector = aiohttp.UnixConnector(path=link.name.removeprefix("unix:"), limit=0, keepalive_timeout=60)
             else:
-                connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60, ssl=link.fingerprint or True)
+                connector = aiohttp.TCPConnector(
+                    limit=0, keepalive_timeout=60, ssl=link.fingerprint or True, socket_factory=_kept_alive
+                )
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
             session = aiohttp.ClientSession(connector=connector, timeout=timeout, trust_env=False)
             self._sessions[link.name] = session
@@ -132,7 +149,7 @@ class Hosts:
 
     async def _check(self, link: Link, error: Exception, tried: float) -> None:
         """Wait before the next try. Raises SandboxGone for a host that is dead, SandboxError for one out of reach."""
-        refused = isinstance(error, aiohttp.ClientConnectorError | FileNotFoundError | ConnectionRefusedError)
+        refused = isinstance(error, OSError) and error.errno in _NOBODY_LISTENS
         if isinstance(error, aiohttp.ServerFingerprintMismatch):
             raise SandboxGone(f"another process answers at {link.url}: sandbox host {link.host} is gone") from error
         if (refused and link.near) or await self._is_dead(link):
@@ -148,6 +165,14 @@ class Hosts:
         return silent is None or silent > self._lease
 
 
+def _kept_alive(info: Any) -> socket.socket:
+    made = socket.socket(*info[:3])
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEEPALIVE:
+        made.setsockopt(socket.IPPROTO_TCP, option, value)
+    return made
+
+
 class Link:
     """One way to a host. `near`: its Unix socket, so that a refusal proves its death."""
 
@@ -156,13 +181,17 @@ class Link:
 
 
 class RemoteSandbox:
-    """A sandbox behind its host (`pipeline.interfaces.Sandbox`). `turns`: what an earlier attempt left to replay."""
+    """A sandbox behind its host (`pipeline.interfaces.Sandbox`). `turns`: what an earlier attempt left to replay.
+
+    `broken`: why this attempt can't go on in it, once that is certain (it is gone, or another attempt has it).
+    """
 
     def __init__(self, hosts: Hosts, link: Link, headers: dict[str, str], turns: list[bytes]) -> None:
         self._hosts, self._link, self._headers = hosts, link, headers
         self._number = 0
         self._pending: list[bytes] = []
         self.turns = turns
+        self.broken: LineError | None = None
 
     def note_turn(self, turn: bytes) -> None:
         """Have a turn of the policy travel with the next action, into the journal."""
@@ -195,7 +224,13 @@ class RemoteSandbox:
         """Nothing is left to close: the host keeps the sandbox while the rollout names it."""
 
     async def _act(self, verb: str, **args: Any) -> Any:
+        if self.broken is not None:
+            raise self.broken
         self._number += 1
         turns, self._pending = self._pending, []
         body = wire.pack({"n": self._number, "verb": verb, "args": args, "turns": turns})
-        return await self._hosts._until_answered(self._link, "act", body, self._headers, verb)
+        try:
+            return await self._hosts._until_answered(self._link, "act", body, self._headers, verb)
+        except (SandboxGone, Stale) as error:
+            self.broken = error
+            raise

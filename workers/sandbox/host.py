@@ -14,13 +14,14 @@ import os
 import secrets
 import shutil
 import socket
+import stat
 import tempfile
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from pipeline.config import Config
 from pipeline.connection import redacted
-from pipeline.errors import LineError
+from pipeline.errors import ConfigError, LineError, SandboxError
 from pipeline.queue import Queue
 from workers.sandbox.boxes import orphans
 from workers.sandbox.client import this_machine
@@ -45,7 +46,15 @@ def sandbox_root(config: Config) -> Path:
 
 
 def reachable_address(config: Config) -> str:
-    """Where other machines reach this one: sandbox.listen, else the address that reaches Redis; "" for nowhere."""
+    """Where other machines reach this one: sandbox.listen, else the address that reaches Redis; "" for nowhere.
+
+    Raises ConfigError for an address that means another machine wherever it is read.
+    """
+    if config.sandbox.listen in ("0.0.0.0", "::", "[::]", "*"):
+        raise ConfigError(
+            f"sandbox.listen = {config.sandbox.listen}: other machines are told this address, so it must be one by "
+            "which they reach this machine; leave it empty for the one that reaches Redis"
+        )
     if config.sandbox.listen:
         return config.sandbox.listen
     parts = urlsplit(config.redis.url)
@@ -59,6 +68,18 @@ def reachable_address(config: Config) -> str:
     except OSError as error:
         log.warning("no address of this machine reaches Redis (%s): sandboxes are served on this machine alone", error)
         return ""
+
+
+def _keep_others_out(folder: Path) -> None:
+    """Who may write beside a host's folder could put another in its place, and be taken for the host.
+
+    Raises SandboxError where somebody else made the folder.
+    """
+    about = folder.lstat()
+    if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid():
+        raise SandboxError(f"{folder} is not a folder of this user: somebody else made it; set sandbox.root to another")
+    if about.st_mode & 0o022:
+        folder.chmod(stat.S_IMODE(about.st_mode) & ~0o022)
 
 
 class Host:
@@ -80,8 +101,11 @@ class Host:
         parent = sandbox_root(config)
         root = parent / secrets.token_hex(4)
         owner = await asyncio.to_thread(orphans.claim_root, root)
-        host = cls(config, make_stock(config, root), root, owner, queue)
+        host = None
         try:
+            for folder in [parent] if config.sandbox.root else [parent.parent, parent]:
+                _keep_others_out(folder)
+            host = cls(config, make_stock(config, root), root, owner, queue)
             if queue is not None:
                 host._server = Server(host.stock, queue, host._socket(), reachable_address(config))
                 address = await host._server.start()
@@ -89,7 +113,9 @@ class Host:
                 host._watching = asyncio.create_task(host._watch())
                 host._sweeping = asyncio.create_task(host._sweep(parent))
         except BaseException:
-            await host.close()
+            if host is not None:
+                await host.close()
+            owner.close()
             raise
         return host
 
@@ -129,6 +155,7 @@ class Host:
                     log.info("removed %s, which a dead host left behind", gone)
             except Exception as error:  # a sweep that ended would leave every orphan from now on
                 log.warning("the sweep of %s failed and is tried again: %s", parent, error)
+            self.stock.remove_again()
             await asyncio.sleep(self._config.sandbox.sweep)
 
     async def close(self) -> None:

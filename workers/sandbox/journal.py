@@ -7,9 +7,12 @@ loses the sandbox too.
 
 from __future__ import annotations
 
+import logging
 import os
 import struct
 from pathlib import Path
+
+log = logging.getLogger(__name__)
 
 _HEAD = struct.Struct("<cIQ")
 """Kind, number of the action, size of what follows."""
@@ -23,7 +26,9 @@ class Journal:
     def __init__(self, path: Path) -> None:
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         self._end = 0
+        self._path = path
         self._places: dict[int, tuple[int, int]] = {}
+        self._unwritten: dict[int, bytes] = {}
         self.digests: dict[int, bytes] = {}
         """Number of an action -> digest of what was asked."""
         self.turns: list[tuple[int, int]] = []
@@ -37,10 +42,19 @@ class Journal:
         self.digests[number] = digest
 
     def result(self, number: int, data: bytes) -> None:
-        self._places[number] = self._append(RESULT, number, data)
+        """Store it; in memory where the disk takes no more: a repeat must still not run the action again."""
+        if self._fd < 0:
+            return  # the stage is over, nobody asks for it
+        try:
+            self._places[number] = self._append(RESULT, number, data)
+        except OSError as error:
+            log.warning("the journal %s can't be written: %s", self._path, error)
+            self._unwritten[number] = data
 
     def result_of(self, number: int) -> bytes | None:
-        """The stored result; None while the action has none."""
+        """The stored result; None while the action has none. Raises OSError."""
+        if number in self._unwritten:
+            return self._unwritten[number]
         place = self._places.get(number)
         return self._read(*place) if place else None
 

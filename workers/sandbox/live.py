@@ -18,6 +18,9 @@ from workers.sandbox.tools.session import Session
 
 log = logging.getLogger(__name__)
 
+STOP_SECONDS = 5.0
+"""For an action to end when its stage does."""
+
 
 class Live:
     """A box with its tools. `id`, `token`: the rollout, and the INIT attempt that made it; `text`: its reference."""
@@ -30,9 +33,12 @@ class Live:
         self._opener = ("", "")
         """Stage and lease token of the attempt that may use it; what it shows for that is `_key`."""
         self._key = ""
+        self._opening = asyncio.Lock()
+        self.over = False
+        """It ends, or has ended."""
         self._journal: Journal | None = None
         self._running: dict[int, asyncio.Task[bytes]] = {}
-        self._unwritten: dict[int, bytes] = {}
+        """Number -> an action of this stage that has not ended; another stage has numbers of its own."""
 
     # -- who may use it ----------------------------------------------------------------------------------------------
 
@@ -45,22 +51,36 @@ class Live:
 
         Raises SandboxGone where an earlier RUN attempt has touched the sandbox and this one can't go on from it.
         """
-        if self._opener == (stage, token):  # the reply was lost, and it asks again
-            return self._key, self._turns()
-        before, self._opener = self._opener, (stage, token)
-        self._key = secrets.token_hex(32)
-        if stage == "run" and before[0] == "run":
+        async with self._opening:  # a request that is repeated waits for what its first one does
+            if self.over:
+                raise SandboxGone(self._gone())
+            if self._opener != (stage, token):
+                self._key = ""  # whatever comes of it, the attempt before is fenced from here on
+                try:
+                    await self._become(stage, resume)
+                except OSError as error:
+                    raise SandboxError(self._unwritable(error)) from error
+                self._opener, self._key = (stage, token), secrets.token_hex(32)
+            try:
+                return self._key, self._journal.all_turns() if self._journal else []
+            except OSError as error:
+                raise SandboxGone(f"the journal of sandbox {self.box.name} can't be read: {error}") from error
+
+    async def _become(self, stage: str, resume: bool) -> None:
+        if stage == "run" and self._opener[0] == "run":
             if not resume or self._journal is None:
                 raise SandboxGone(f"an earlier attempt has acted in sandbox {self.box.name}: this one starts over")
-            return self._key, self._turns()
+            return
         await self._stop_actions()
         await self.session.fresh()
         self._drop_journal()
         self._journal = Journal(self.box.folder / "journal")
-        return self._key, []
 
-    def _turns(self) -> list[bytes]:
-        return self._journal.all_turns() if self._journal else []
+    def _gone(self) -> str:
+        return f"sandbox {self.box.name} does not exist any more on this host"
+
+    def _unwritable(self, error: OSError) -> str:
+        return f"the journal of sandbox {self.box.name} can't be written: {error}; is the disk full?"
 
     # -- actions -----------------------------------------------------------------------------------------------------
 
@@ -69,30 +89,34 @@ class Live:
 
         The packed reply. It goes on when its caller goes away: the next attempt of the rollout asks for it.
         """
-        if not self.may(key) or self._journal is None:
+        journal, running = self._journal, self._running
+        if self.over:
+            return replies.pack_error(SandboxGone(self._gone()))
+        if not self.may(key) or journal is None:
             return replies.pack_error(Fenced(f"another attempt uses sandbox {self.box.name} now"))
         asked = replies.digest(verb, args)
-        if self._journal.digests.get(number, asked) != asked:
+        if journal.digests.get(number, asked) != asked:
             why = (
                 f"action {number} was another one in the attempt before: the handler can't be replayed, it starts over"
             )
             return replies.pack_error(SandboxGone(why))
-        stored = self._unwritten.get(number) or self._journal.result_of(number)
-        if stored is not None:
-            return stored
-        if number not in self._running:
-            try:
+        try:
+            stored = journal.result_of(number)
+            if stored is not None:
+                return stored
+            if number not in running:
                 for turn in turns:
-                    self._journal.turn(turn)
-                self._journal.action(number, asked)
-            except OSError as error:
-                why = f"the journal of sandbox {self.box.name} can't be written: {error}; is the disk full?"
-                return replies.pack_error(SandboxError(why))
-            self._running[number] = asyncio.create_task(self._run(number, verb, args))
-        return await asyncio.shield(self._running[number])
+                    journal.turn(turn)
+                journal.action(number, asked)
+                running[number] = asyncio.create_task(self._run(number, verb, args, journal, running))
+        except OSError as error:
+            return replies.pack_error(SandboxError(self._unwritable(error)))
+        return await asyncio.shield(running[number])
 
-    async def _run(self, number: int, verb: str, args: dict[str, Any]) -> bytes:
-        journal = self._journal
+    async def _run(
+        self, number: int, verb: str, args: dict[str, Any], journal: Journal, running: dict[int, asyncio.Task[bytes]]
+    ) -> bytes:
+        """The action itself. What outlives its stage touches nothing of the next one's: it has its own two."""
         try:
             if verb not in replies.VERBS:
                 raise ValueError(f"{verb!r} is no verb of a sandbox: {', '.join(replies.VERBS)}")
@@ -101,37 +125,38 @@ class Live:
             result = replies.pack_error(SandboxGone(f"sandbox {self.box.name} was taken away while it worked"))
         except Exception as error:
             result = replies.pack_error(error)
-        self._running.pop(number, None)
-        try:
-            if journal is not None:
-                journal.result(number, result)
-        except OSError as error:  # a repeat must still not run it again
-            log.warning("the journal of sandbox %s can't be written: %s", self.box.name, error)
-            self._unwritten[number] = result
+        if self.over:  # what it saw is how the sandbox ended
+            result = replies.pack_error(SandboxGone(self._gone()))
+        journal.result(number, result)
+        running.pop(number, None)
         return result
 
     async def _stop_actions(self) -> None:
-        running = list(self._running.values())
+        running, self._running = list(self._running.values()), {}
         for task in running:
             task.cancel()
         if running:
-            await asyncio.wait(running, timeout=5.0)
+            await asyncio.wait(running, timeout=STOP_SECONDS)
 
     def _drop_journal(self) -> None:
-        self._unwritten.clear()
         if self._journal is not None:
             self._journal.close()
             self._journal = None
 
     async def end(self) -> None:
-        """End everything inside, and the tools; the folder is left for `box.discard`. Safe twice."""
-        self._key = ""
-        await self.box.kill()  # before the tools: they need not wait for what runs
-        await self._stop_actions()
+        """End everything inside, and the tools; the folder is left for `box.discard`. Safe twice.
+
+        Raises SandboxError for a process that does not end; the tools and the journal are closed all the same.
+        """
+        self.over, self._key = True, ""
         try:
-            await self.session.close()
-        except Exception:
-            log.warning(
-                "the tools of sandbox %s did not end well; the box goes all the same", self.box.name, exc_info=True
-            )
-        self._drop_journal()
+            await self.box.kill()  # before the tools: they need not wait for what runs
+        finally:
+            await self._stop_actions()
+            self._drop_journal()
+            try:
+                await self.session.close()
+            except Exception:
+                log.warning(
+                    "the tools of sandbox %s did not end well; the box goes all the same", self.box.name, exc_info=True
+                )

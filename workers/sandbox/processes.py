@@ -173,11 +173,16 @@ def wait(process: Process, seconds: float = 5.0) -> bool:
         now = _read(process.pid)
         if now is None or now.born != process.born:
             return True
-        poll = select.poll()
-        poll.register(handle, select.POLLIN)
-        return bool(poll.poll(seconds * 1000))
+        return has_ended(handle, seconds)
     finally:
         os.close(handle)
+
+
+def has_ended(handle: int, seconds: float = 0.0) -> bool:
+    """Whether the process that a pidfd stands for has ended, at the latest after `seconds`."""
+    look = select.poll()  # not `select`, which takes no number above 1023
+    look.register(handle, select.POLLIN)
+    return bool(look.poll(seconds * 1000))
 
 
 class Moment(NamedTuple):

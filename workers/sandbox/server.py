@@ -15,7 +15,7 @@ from typing import Any
 from aiohttp import web
 
 from pipeline import wire
-from pipeline.errors import EnvelopeError, LineError, SandboxGone
+from pipeline.errors import ConfigError, EnvelopeError, LineError, SandboxGone
 from pipeline.queue import Queue
 from workers.sandbox import replies
 from workers.sandbox.live import Live
@@ -31,6 +31,10 @@ OPEN_BYTES = 16_384
 BODY_SECONDS = 60.0
 """In which a request's body must have come."""
 
+STRANGERS = 256
+STRANGER_SECONDS = 10.0
+"""Connections from other machines that have shown no key yet: how many, and for how long. A flood holds no more."""
+
 _BACKLOG = 1024
 
 
@@ -42,9 +46,14 @@ class Server:
         self._path, self._listen = socket_path, listen
         self._most = (stock.config.sandbox.transfer_mb + 1) << 20
         self._runner: web.AppRunner | None = None
+        self._tcp: asyncio.Server | None = None
+        self._strangers: dict[Any, asyncio.TimerHandle] = {}
 
     async def start(self) -> dict[str, Any]:
-        """Listen; returns the address that a reference carries: `uds`, and with TCP `tcp` and `tls` (fingerprint)."""
+        """Listen; returns the address that a reference carries: `uds`, and with TCP `tcp` and `tls` (fingerprint).
+
+        Raises ConfigError where `listen` is no address of this machine.
+        """
         app = web.Application(client_max_size=self._most)
         app.router.add_post(f"/{VERSION}/open", self._open)
         app.router.add_post(f"/{VERSION}/act", self._act)
@@ -58,17 +67,45 @@ class Server:
         address: dict[str, Any] = {"uds": str(self._path)}
         if self._listen:
             identity = Identity.make()
-            site = web.TCPSite(self._runner, self._listen, 0, ssl_context=identity.server_context(), backlog=_BACKLOG)
-            await site.start()
-            address |= {"tcp": f"{self._listen}:{self._port()}", "tls": identity.fingerprint}
+            try:
+                self._tcp = await asyncio.get_running_loop().create_server(
+                    self._stranger, self._listen, 0, ssl=identity.server_context(), backlog=_BACKLOG,
+                    ssl_handshake_timeout=STRANGER_SECONDS,
+                )  # fmt: skip
+            except OSError as error:
+                raise ConfigError(
+                    f"sandbox.listen = {self._listen}: this machine can't listen there: {error}"
+                ) from error
+            host = f"[{self._listen}]" if ":" in self._listen else self._listen
+            address |= {"tcp": f"{host}:{self._tcp.sockets[0].getsockname()[1]}", "tls": identity.fingerprint}
         return address
 
-    def _port(self) -> int:
-        assert self._runner is not None
-        names = [name for name in self._runner.addresses if isinstance(name, tuple)]
-        return int(names[-1][1])
+    def _stranger(self) -> asyncio.Protocol:
+        """The protocol of a new connection. The oldest stranger goes where there are too many."""
+        assert self._runner is not None and self._runner.server is not None
+        handler = self._runner.server()
+        while len(self._strangers) >= STRANGERS:
+            self._dismiss(next(iter(self._strangers)))
+        self._strangers[handler] = asyncio.get_running_loop().call_later(STRANGER_SECONDS, self._dismiss, handler)
+        return handler
+
+    def _known(self, request: web.Request) -> None:
+        """This connection's other side has shown that it may use a sandbox here."""
+        timer = self._strangers.pop(request.protocol, None)
+        if timer is not None:
+            timer.cancel()
+
+    def _dismiss(self, handler: Any) -> None:
+        self._strangers.pop(handler).cancel()
+        if handler.transport is not None:  # else it is closed, or in its TLS handshake, which has a limit of its own
+            handler.transport.abort()
 
     async def close(self) -> None:
+        if self._tcp is not None:
+            self._tcp.close()
+        for timer in self._strangers.values():
+            timer.cancel()
+        self._strangers.clear()
         if self._runner is not None:
             await self._runner.cleanup()
         self._path.unlink(missing_ok=True)
@@ -84,6 +121,7 @@ class Server:
             return web.Response(status=400, text=f"this is no request to open a sandbox: {error!r}")
         try:
             live = await self._checked(name, id, token, stage, text)
+            self._known(request)
             key, turns = await live.open(stage, token, resume=resume)
         except LineError as error:
             return web.Response(body=replies.pack_error(error))
@@ -96,24 +134,29 @@ class Server:
             raise SandboxGone(f"sandbox {name} does not exist any more on this host")
         values = await self._queue.execute("HMGET", self._queue.key("r", id), "token", "stage", "sandbox")
         current, at, sandbox = (item.decode("utf-8", "replace") if item else "" for item in values)
-        named = sandbox == text == live.text or (stage == "init" and live.token == token)
-        if live.id != id or not token or token != current or at != stage or not named:
+        if live.id != id or not token or token != current or at != stage:
             raise Fenced(f"sandbox {name} is not for this attempt of {id} any more")
+        if not (sandbox == text == live.text or (stage == "init" and live.token == token)):
+            raise SandboxGone(f"sandbox {name} was taken away from {id}")
         return live
 
     async def _act(self, request: web.Request) -> web.Response:
         live = self._stock.get(request.headers.get(NAME_HEADER, ""))
         key = request.headers.get(KEY_HEADER, "")
-        if live is None:
+        if live is None or live.over:
             return web.Response(
                 body=replies.pack_error(SandboxGone("the sandbox does not exist any more on this host"))
             )
         if not live.may(key):
             return web.Response(body=replies.pack_error(Fenced("another attempt uses this sandbox now")))
+        self._known(request)
         try:
             asked = await _body(request, self._most)
-            number, verb, args, turns = int(asked["n"]), str(asked["verb"]), dict(asked["args"]), list(asked["turns"])
-        except (KeyError, TypeError, EnvelopeError, ValueError) as error:
+            number, verb, args = int(asked["n"]), str(asked["verb"]), dict(asked["args"])
+            turns = list(asked["turns"])
+            if not 0 < number < 1 << 32 or not all(isinstance(turn, bytes) for turn in turns):
+                raise ValueError(f"action {number}, or a turn before it, is of another kind")
+        except (KeyError, TypeError, EnvelopeError, ValueError, OverflowError) as error:
             return web.Response(status=400, text=f"this is no action on a sandbox: {error!r}")
         return web.Response(body=await live.act(number, verb, args, turns, key))
 

@@ -23,6 +23,9 @@ from workers.sandbox.tools.session import Session
 
 log = logging.getLogger(__name__)
 
+END_SECONDS = 30.0
+"""For all that runs in a sandbox to end, tools and all."""
+
 
 def places_of(config: Config) -> int:
     """How many sandboxes may live at once: sandbox.max_live, else the cores that this process may use."""
@@ -46,6 +49,7 @@ class Stock:
         self._promised: dict[str, str] = {}
         self._ending: dict[str, asyncio.Task[None]] = {}
         self._removing: dict[str, asyncio.Task[None]] = {}
+        self._left: list[Live] = []
         self._room = asyncio.Condition()
         self._telling: asyncio.Future[None] | None = None
 
@@ -98,7 +102,10 @@ class Stock:
         name = f"{id}-{token}"
         spec = Spec.of(asked)
         await self._removed(name)  # the same attempt asked twice: what its first call left is not gone on with
-        box = await self.driver.create(spec, name)
+        try:
+            box = await self.driver.create(spec, name)
+        except OSError as error:
+            raise SandboxError(f"sandbox {name} could not be made: {error}; is the disk full?") from error
         live = Live(box, Session(box, self.config.sandbox), id=id, token=token, lane=lane)
         live.reference = {"driver": self.driver.name, "name": name, **self.address}
         live.text = reference_text(live.reference)
@@ -127,9 +134,10 @@ class Stock:
     async def _end(self, live: Live) -> None:
         name = live.box.name
         try:
-            await live.end()
+            async with asyncio.timeout(END_SECONDS):  # one that hangs must not hold the look at the others
+                await live.end()
         except (SandboxError, OSError) as error:
-            log.error("sandbox %s does not end well: %s", name, error)
+            log.error("sandbox %s does not end well: %s", name, error or f"not within {END_SECONDS:g} s")
         finally:
             self._removing[name] = asyncio.create_task(self._remove(live))
             self._ending.pop(name, None)
@@ -139,10 +147,17 @@ class Stock:
         try:
             await live.box.discard()
         except (SandboxError, OSError) as error:
-            log.error("sandbox %s can't be removed whole: %s; the sweep tries again", live.box.name, error)
+            log.error("sandbox %s can't be removed whole: %s; it is tried again", live.box.name, error)
+            self._left.append(live)
         finally:
             self._removing.pop(live.box.name, None)
             self._freed()
+
+    def remove_again(self) -> None:
+        """Try once more to remove what could not be removed."""
+        left, self._left = self._left, []
+        for live in left:
+            self._removing[live.box.name] = asyncio.create_task(self._remove(live))
 
     async def _removed(self, name: str) -> None:
         """Wait until nothing of this name is left."""
@@ -153,6 +168,7 @@ class Stock:
 
     async def close(self) -> None:
         """Remove all sandboxes."""
+        self.remove_again()
         await asyncio.gather(*(self._removed(name) for name in [*self.live, *self._ending, *self._removing]))
 
 

@@ -1,4 +1,4 @@
-"""Programs of this machine that run inside any image, with their own loader and libraries: setpriv and mount.
+"""Programs of this machine that run inside any sandbox with their own loader and libraries: setpriv and mount.
 
 Whoever joins a user namespace has all of its capabilities. With CAP_SYS_ADMIN the agent could make read-only folders of
 this machine writable again, so each command drops it first; an image need not have a program for that.
@@ -36,20 +36,29 @@ def gather(root: Path) -> Path:
         return folder
     try:
         part = Path(tempfile.mkdtemp(prefix=".part-", dir=root))
-        part.chmod(0o755)
-        for program in PROGRAMS:
-            path = shutil.which(program, path=PATH)
-            if path is None:
-                raise SandboxError(f"{program} (util-linux) is not installed here, and sandboxes need it")
-            shutil.copy(path, part / program)
-            for library in _libraries(path):
-                name = "loader" if os.path.basename(library).startswith("ld-") else os.path.basename(library)
-                if not (part / name).exists():
-                    shutil.copy(library, part / name)
-        os.rename(part, folder)
+        try:
+            part.chmod(0o755)
+            for program in PROGRAMS:
+                _copy(program, part)
+            os.rename(part, folder)
+        except BaseException:
+            shutil.rmtree(part)
+            raise
     except (OSError, subprocess.SubprocessError) as error:
         raise SandboxError(f"{', '.join(PROGRAMS)} can't be copied to {folder}: {error}") from error
     return folder
+
+
+def _copy(program: str, part: Path) -> None:
+    path = shutil.which(program, path=PATH)
+    if path is None:
+        raise SandboxError(f"{program} (util-linux) is not installed here, and sandboxes need it")
+    shutil.copyfile(path, part / program)
+    (part / program).chmod(0o755)  # `mount` is set-uid, which is no good to anybody inside
+    for library in _libraries(path):
+        name = "loader" if os.path.basename(library).startswith("ld-") else os.path.basename(library)
+        if not (part / name).exists():
+            shutil.copy(library, part / name)
 
 
 def call(program: str) -> list[str]:

@@ -12,18 +12,18 @@ from typing import Literal
 from pipeline.config import Config
 from pipeline.errors import HandlerError, SandboxError
 from workers.sandbox.box import Allow, Spec
-from workers.sandbox.boxes import aids, environment
+from workers.sandbox.boxes import aids, environment, machine
 from workers.sandbox.boxes.instance import Instance
 from workers.sandbox.boxes.keeper import COMMAND, Keeper
 from workers.sandbox.boxes.kept import FirstProcess, KeptBox, KeptDriver, Setting
 from workers.sandbox.images import Image, folders_under, hold, resolve
-from workers.sandbox.loopback import lease
+from workers.sandbox.network.loopback import lease
 
 log = logging.getLogger(__name__)
 
 Way = Literal["exec", "instance"]
 
-_HOSTS = "127.0.0.1 localhost sandbox\n::1 localhost\n"
+_NO_NETWORK = r"network namespace|--network|cni|netns"
 _LACKS = (
     (r"no such file or directory.*bash|bash.*no such file|\"?/bin/bash\"?.*not found", "the image has no /bin/bash"),
     (
@@ -39,7 +39,7 @@ _LACKS = (
         r"/dev/fuse|fuse: device not found|squashfuse",
         "/dev/fuse can't be used here: chmod 666 /dev/fuse, or unpack the image",
     ),
-    (r"network namespace|--network|cni|netns", "this machine gives no network namespaces"),
+    (_NO_NETWORK, "this machine gives no network namespaces"),
     (r"overlay", "this machine mounts no overlay: a kernel of 5.11 or newer, or fuse-overlayfs, is needed"),
     (r"requesting capability set", "`root default capabilities = no` is missing in /etc/apptainer/apptainer.conf"),
     (r"no space left", "the disk is full"),
@@ -64,11 +64,11 @@ class Apptainer(KeptDriver):
         program = shutil.which("apptainer")
         if program is None:
             raise SandboxError("apptainer is not installed here: install it, or set sandbox.driver")
-        held = aids.gather(self._root), await resolve(self._config, spec.image or self._config.sandbox.image)
+        held = await self._aids(), await resolve(self._config, spec.image or self._config.sandbox.image)
         try:
             return await self._try(spec, name, program, *held)
         except SandboxError as error:
-            if not (self._network and spec.network == "none" and re.search(_LACKS[4][0], str(error), re.IGNORECASE)):
+            if not (self._network and spec.network == "none" and re.search(_NO_NETWORK, str(error), re.IGNORECASE)):
                 raise
             self._network = False
             log.warning(
@@ -128,15 +128,16 @@ class ApptainerBox(KeptBox):
                 str(self._image.path),
                 *COMMAND,
             ]
-            return await Keeper.start(argv, env, seconds)
+            return await Keeper.start(argv, env, self.said, seconds)
         except SandboxError as error:
             raise _explained(error) from error
 
     def _options(self) -> list[str]:
         folder = self.folder
-        (folder / "hosts").write_text(_HOSTS, "utf-8")
-        for place in folders_under(self._image, self.home):
-            (folder / "home" / place).mkdir(parents=True, exist_ok=True)
+        (folder / "hosts").write_text(machine.HOSTS, "utf-8")
+        if self.pid is None:  # at the first start alone: later the agent may have put links in the home
+            for place in folders_under(self._image, self.home):
+                (folder / "home" / place).mkdir(parents=True, exist_ok=True)
         options = ["--containall", "--cleanenv", "--no-eval", "--fakeroot", "--uts", "--hostname", "sandbox"]
         options += ["--no-mount", "bind-paths,sys", "--overlay", str(folder / "over"), "--workdir", str(folder / "tmp")]
         options += ["--home", f"{folder / 'home'}:{self.home}"]
@@ -157,10 +158,7 @@ class ApptainerBox(KeptBox):
 
     def environment(self) -> dict[str, str]:
         own = {"ROLLOUT_LOOPBACK": self._loopback} if self._loopback else {}
-        found = {**super().environment(), **own}
-        for name in ("LD_PRELOAD", "LD_AUDIT"):
-            found.pop(name, None)  # loaded into what still has all rights: the agent could replace the file
-        return found
+        return {**super().environment(), **own}
 
     async def _image_environment(self, keeper: FirstProcess) -> dict[str, str]:
         return environment.of_image(await keeper.environment())
@@ -186,10 +184,3 @@ def _explained(error: SandboxError) -> SandboxError | HandlerError:
             kind = HandlerError if "bash" in meaning else SandboxError
             return kind(f"{meaning}; {text}")
     return error
-
-
-def version() -> str:
-    """What `apptainer --version` says, through spython; empty where there is none."""
-    from spython.main import Client
-
-    return str(Client.version()).strip() if shutil.which("apptainer") else ""

@@ -9,34 +9,9 @@ from pathlib import Path
 
 from pipeline.errors import HandlerError, SandboxError
 from workers.sandbox.box import Spec
-from workers.sandbox.boxes import environment
+from workers.sandbox.boxes import aids, environment, machine
 from workers.sandbox.boxes.keeper import COMMAND, Keeper
 from workers.sandbox.boxes.kept import KeptBox, KeptDriver, Setting
-
-_ETC = (
-    "alternatives",
-    "ca-certificates",
-    "fonts",
-    "java",
-    "ld.so.cache",
-    "ld.so.conf",
-    "ld.so.conf.d",
-    "localtime",
-    "magic",
-    "mime.types",
-    "nsswitch.conf",
-    "perl",
-    "pki/tls/certs",
-    "pki/ca-trust",
-    "ssl/certs",
-    "ssl/openssl.cnf",
-    "terminfo",
-)
-"""What programs want from /etc; the rest (accounts, keys, the site's settings) is nobody's business inside."""
-
-_PASSWD = "root:x:0:0:agent:{home}:/bin/bash\nnobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin\n"
-_GROUP = "root:x:0:\nnogroup:x:65534:\n"
-_HOSTS = "127.0.0.1 localhost sandbox\n::1 localhost\n"
 
 
 class Bubblewrap(KeptDriver):
@@ -50,7 +25,8 @@ class Bubblewrap(KeptDriver):
         program = shutil.which("bwrap")
         if program is None:
             raise SandboxError("bwrap is not installed here: install bubblewrap, or set sandbox.driver")
-        return await self._started(BubblewrapBox(await self._setting(spec, name), program))
+        aid = await self._aids()
+        return await self._started(BubblewrapBox(await self._setting(spec, name), program, aid))
 
 
 class BubblewrapBox(KeptBox):
@@ -58,13 +34,13 @@ class BubblewrapBox(KeptBox):
 
     home = "/home/agent"
 
-    def __init__(self, setting: Setting, program: str) -> None:
+    def __init__(self, setting: Setting, program: str, aid: Path) -> None:
         super().__init__(setting)
-        self._program = program
+        self._program, self._aid = program, aid
 
     async def _start_keeper(self) -> Keeper:
         env = environment.launcher(str(self.folder))
-        return await Keeper.start(self._launch(), env, self._config.sandbox.start_timeout)
+        return await Keeper.start(self._launch(), env, self.said, self._config.sandbox.start_timeout)
 
     def _launch(self) -> list[str]:
         argv = [self._program, "--unshare-all", "--as-pid-1", "--die-with-parent", "--new-session", "--clearenv"]
@@ -78,19 +54,20 @@ class BubblewrapBox(KeptBox):
         argv += ["--bind", str(self.folder / "home"), self.home]
         argv += ["--bind", str(self.sockets), self.sockets_inside]
         argv += ["--bind", str(self.folder / "over"), "/dev/shm"]
+        argv += ["--ro-bind", str(self._aid), aids.INSIDE]
         argv += _interpreter() + self._accounts()
         argv += ["--remount-ro", "/dev", "--remount-ro", "/"]  # memory there would count for nobody
         return [*argv, "--chdir", self.home, "--", *COMMAND]
 
     def _inner(self) -> list[str]:
         # Who joins a user namespace has all its capabilities at first, and could make /usr writable again.
-        return ["/usr/bin/setpriv", "--bounding-set=-all", "--inh-caps=-all", "--no-new-privs", "--"]
+        return [*aids.call("setpriv"), "--bounding-set=-all", "--inh-caps=-all", "--no-new-privs", "--"]
 
     def _accounts(self) -> list[str]:
         folder = self.folder / "etc"
         folder.mkdir(mode=0o700, exist_ok=True)
         argv = []
-        for name, text in (("passwd", _PASSWD.format(home=self.home)), ("group", _GROUP), ("hosts", _HOSTS)):
+        for name, text in machine.accounts(self.home).items():
             (folder / name).write_text(text, "utf-8")
             argv += ["--ro-bind", str(folder / name), f"/etc/{name}"]
         return argv
@@ -99,13 +76,13 @@ class BubblewrapBox(KeptBox):
 def _system() -> list[str]:
     """This machine's programs, read-only, as its own root shows them (merged /usr or not)."""
     argv = ["--ro-bind", "/usr", "/usr"]
-    for name in ("bin", "sbin", "lib", "lib32", "lib64", "libx32"):
+    for name in machine.MERGED:
         path = Path("/", name)
         if path.is_symlink():
             argv += ["--symlink", os.readlink(path), str(path)]
         elif path.is_dir():
             argv += ["--ro-bind", str(path), str(path)]
-    for name in _ETC:
+    for name in machine.FROM_ETC:
         argv += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
     return argv
 

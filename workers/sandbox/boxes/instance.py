@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
 import secrets
-import select
-import signal
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -16,7 +12,7 @@ from typing import Any
 
 from pipeline.errors import SandboxError
 from workers.sandbox import processes
-from workers.sandbox.boxes.keeper import ended, last_lines
+from workers.sandbox.boxes.keeper import Handle, last_lines
 
 STOP_SECONDS = 10.0
 ENVIRONMENT_SECONDS = 30.0
@@ -31,7 +27,7 @@ class Instance:
         self.name = name
         self.pid = pid
         self._env = env
-        self._handle = os.pidfd_open(pid)
+        self._handle = Handle(pid)
 
     @classmethod
     async def start(
@@ -51,7 +47,8 @@ class Instance:
             async with asyncio.timeout(seconds):
                 pid = await asyncio.shield(made)
         except BaseException as error:
-            processes.kill_all(str(folder))  # spython knows no time limit: what it waits for is ended
+            # spython knows no time limit: what it waits for is ended
+            await asyncio.shield(asyncio.to_thread(processes.kill_all, str(folder)))
             await asyncio.wait([made])
             if isinstance(error, TimeoutError):
                 raise SandboxError(f"the instance {name} was not ready within {seconds:g} s") from None
@@ -60,24 +57,12 @@ class Instance:
 
     def alive(self) -> bool:
         """Whether its first process still runs."""
-        if self._handle < 0:
-            return False
-        poll = select.poll()
-        poll.register(self._handle, select.POLLIN)
-        return not poll.poll(0)
+        return self._handle.alive()
 
     async def stop(self) -> None:
         """End it. Killing its first process takes 3 ms, where `instance stop` waits for a parent to reap."""
-        if self._handle < 0:
-            return
-        handle, self._handle = self._handle, -1
-        try:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(handle, signal.SIGKILL)
-            if not await ended(handle, STOP_SECONDS):
-                raise SandboxError(f"the instance {self.name} (process {self.pid}) did not end in {STOP_SECONDS:.0f} s")
-        finally:
-            os.close(handle)
+        if not await self._handle.kill(STOP_SECONDS):
+            raise SandboxError(f"the instance {self.name} (process {self.pid}) did not end in {STOP_SECONDS:.0f} s")
 
     async def environment(self) -> bytes:
         """What a process in the instance has, as the kernel writes it down. Raises SandboxError."""

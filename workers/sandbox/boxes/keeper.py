@@ -9,11 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import select
 import signal
 import socket
 import subprocess
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
@@ -29,6 +27,29 @@ STOP_SECONDS = 60.0
 LAST_LINES = 5
 
 
+class Handle:
+    """A process of this machine that is watched and ended by a descriptor: its pid may be another's by then."""
+
+    def __init__(self, pid: int) -> None:
+        """Raises OSError when it is gone."""
+        self._fd = os.pidfd_open(pid)
+
+    def alive(self) -> bool:
+        return self._fd >= 0 and not processes.has_ended(self._fd)
+
+    async def kill(self, seconds: float) -> bool:
+        """SIGKILL, and wait; False when it still runs after `seconds`. Whatever comes of it, it is watched no more."""
+        if self._fd < 0:
+            return True
+        fd, self._fd = self._fd, -1
+        try:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(fd, signal.SIGKILL)
+            return await _ended(fd, seconds)
+        finally:
+            os.close(fd)
+
+
 class Keeper:
     """A started keeper. `pid` is its pid on this machine, where one is seen; `launcher` what was started here."""
 
@@ -36,17 +57,18 @@ class Keeper:
         self.launcher = launcher
         self.pid = pid
         self._line = line
-        self._handle = os.pidfd_open(pid)
+        self._handle = Handle(pid)
 
     @classmethod
-    async def start(cls, argv: Sequence[str], env: Mapping[str, str], seconds: float) -> Keeper:
+    async def start(cls, argv: Sequence[str], env: Mapping[str, str], said: Path, seconds: float) -> Keeper:
         """Run `argv`, which ends in COMMAND, and wait until it is ready.
 
-        Must be called in the main thread: the kernel's "die with the parent" means the thread that forked. Raises
-        SandboxError with the last lines that the program wrote.
+        `said`: the file for what the program complains of. It lies in the box's folder, for the agent may write to it
+        through /proc/1/fd, and its size must count. Must be called in the main thread: the kernel's "die with the
+        parent" means the thread that forked. Raises SandboxError with the last lines that the program wrote.
         """
         ours, theirs = socket.socketpair()
-        with tempfile.TemporaryFile() as errors, theirs:
+        with _emptied(said) as errors, theirs:
             try:
                 launcher = subprocess.Popen(
                     argv, stdin=theirs.fileno(), stdout=theirs.fileno(), stderr=errors, env=env, cwd="/"
@@ -60,21 +82,17 @@ class Keeper:
                 return cls(launcher, ours, _first_inside(launcher.pid))
             except BaseException as error:
                 ours.close()
-                _kill(launcher)
+                await asyncio.shield(asyncio.to_thread(_kill, launcher))
                 if isinstance(error, (OSError, TimeoutError)):
                     raise SandboxError(_why(error, errors, seconds)) from error
                 raise
 
     def alive(self) -> bool:
         """Whether the keeper still runs; a dead one's remains are taken away."""
-        if self._handle < 0:
-            return False
-        poll = select.poll()
-        poll.register(self._handle, select.POLLIN)
-        if poll.poll(0):
-            self.launcher.poll()
-            return False
-        return True
+        if self._handle.alive():
+            return True
+        self.launcher.poll()
+        return False
 
     async def environment(self) -> bytes:
         """Its variables as the kernel writes them down. Raises SandboxError."""
@@ -85,19 +103,16 @@ class Keeper:
 
     async def stop(self) -> None:
         """End it, and with it everything inside; returns when the kernel has. Safe twice. Raises SandboxError."""
-        if self._handle < 0:
-            return
-        handle, self._handle = self._handle, -1
-        try:
-            self._line.close()
-            with contextlib.suppress(ProcessLookupError):
-                # not left to bash's seeing the end of the socket: something inside may trace it
-                signal.pidfd_send_signal(handle, signal.SIGKILL)
-            if not await ended(handle, STOP_SECONDS):
-                raise SandboxError(f"the sandbox's first process {self.pid} did not end within {STOP_SECONDS:.0f} s")
+        self._line.close()
+        # not left to bash's seeing the end of the socket: something inside may trace it
+        if not await self._handle.kill(STOP_SECONDS):
+            raise SandboxError(f"the sandbox's first process {self.pid} did not end within {STOP_SECONDS:.0f} s")
+        if self.launcher.returncode is None:
             await asyncio.to_thread(_end, self.launcher)
-        finally:
-            os.close(handle)
+
+
+def _emptied(path: Path) -> IO[bytes]:
+    return open(path, "w+b")
 
 
 async def _ready(line: socket.socket, seconds: float) -> None:
@@ -116,7 +131,7 @@ async def _ready(line: socket.socket, seconds: float) -> None:
             heard += data
 
 
-async def ended(handle: int, seconds: float) -> bool:
+async def _ended(handle: int, seconds: float) -> bool:
     """Wait for the end of the process that the handle stands for; False when it still runs after `seconds`."""
     loop = asyncio.get_running_loop()
     done = asyncio.Event()

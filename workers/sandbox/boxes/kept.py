@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import secrets
@@ -17,9 +16,9 @@ from weakref import WeakValueDictionary
 
 from pipeline.config import Config
 from pipeline.errors import HandlerError, SandboxError
-from workers.sandbox import processes
+from workers.sandbox import processes, programs
 from workers.sandbox.box import Allow, Spec
-from workers.sandbox.boxes import environment, layout
+from workers.sandbox.boxes import aids, environment, layout
 from workers.sandbox.boxes.limits import (
     Cgroup,
     Limits,
@@ -32,7 +31,7 @@ from workers.sandbox.boxes.watchdog import Watchdog
 from workers.sandbox.processes import Process
 
 if TYPE_CHECKING:
-    from workers.sandbox.network import Gate
+    from workers.sandbox.network.gate import Gate
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +62,8 @@ class Setting:
     spec: Spec
     name: str
     folder: Path
+    env: dict[str, str]
+    limits: Limits
     group: Cgroup | None
     watchdog: Watchdog
 
@@ -70,22 +71,23 @@ class Setting:
 class KeptBox(ABC):
     """A live sandbox with namespaces of its own."""
 
-    home = "/root"
+    home: str
 
     def __init__(self, setting: Setting) -> None:
         self.name = setting.name
         self.folder = setting.folder
         self.sockets = self.folder / "run"
         self.sockets_inside = SOCKETS_INSIDE
+        self.said = self.folder / "said"
         self.pid: int | None = None
         self.notes: list[str] = []
         self.spec = setting.spec
-        self.limits = Limits.of(setting.config.sandbox, self.spec)
+        self.limits = setting.limits
         self.group = setting.group
         self.workdir = os.path.join(self.home, self.spec.workdir) if self.spec.workdir else self.home
         self._config = setting.config
         self._watchdog = setting.watchdog
-        self._env = environment.asked(self.spec.env)
+        self._env = setting.env
         self._base: dict[str, str] = {}
         self._keeper: FirstProcess | None = None
         self._gate: Gate | None = None
@@ -113,21 +115,21 @@ class KeptBox(ABC):
 
     async def start(self) -> None:
         """Start the keeper; the files are there. Raises SandboxError, HandlerError."""
-        keeper = self._keeper = await self._start_keeper()
-        self.pid = keeper.pid
         try:
+            keeper = self._keeper = await self._start_keeper()
+            self.pid = keeper.pid
             (self.folder / KEEPER).write_text(processes.identity(keeper.pid), "utf-8")
             if self.group is not None:
                 self.group.add(keeper.pid)
             await self._prepare()
             self._base = await self._image_environment(keeper)
             if isinstance(self.spec.network, Allow):
-                from workers.sandbox.network import open_gate
+                from workers.sandbox.network.gate import open_gate
 
                 self._gate = await open_gate(keeper.pid, self.spec.network.allow)
             await self._check_workdir()
         except OSError as error:
-            raise SandboxError(f"the sandbox {self.name} ended as soon as it had started: {error}") from error
+            raise SandboxError(f"the sandbox {self.name} did not start well: {error}") from error
 
     async def _check_workdir(self) -> None:
         """A relative folder is made; an absolute one must be there. Raises HandlerError."""
@@ -141,25 +143,10 @@ class KeptBox(ABC):
             raise HandlerError(f"the sandbox has no folder {self.workdir!r} to start in: correct `workdir`") from None
 
     async def _run_inside(self, argv: Sequence[str], what: str) -> None:
-        """Run a command line of ours to its end. Raises SandboxError."""
-        process = await asyncio.create_subprocess_exec(
-            *argv,
-            env=self.environment(),
-            cwd="/",
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-        )
-        try:
-            async with asyncio.timeout(STEP_SECONDS):
-                output, _ = await process.communicate()
-        except BaseException:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
-            raise
-        if process.returncode != 0:
-            raise SandboxError(f"{what}: {output.decode('utf-8', 'replace').strip()[-300:]}")
+        """Run a command line of ours to its end. Raises SandboxError that begins with `what`, OSError."""
+        code, said = await programs.run(argv, seconds=STEP_SECONDS, env=self.environment())
+        if code != 0:
+            raise SandboxError(f"{what}: {said[-300:]}")
 
     def _join(self) -> list[str]:
         """What stands before a command that runs inside with all rights there."""
@@ -177,7 +164,10 @@ class KeptBox(ABC):
 
     def environment(self) -> dict[str, str]:
         gate = self._gate.environment() if self._gate is not None else {}
-        return {**environment.plain(self.home), **self._base, **gate, **self._env}
+        found = {**environment.plain(self.home), **self._base, **gate, **self._env}
+        for name in ("LD_PRELOAD", "LD_AUDIT"):
+            found.pop(name, None)  # loaded into what still has all rights: the agent could replace the file
+        return found
 
     def processes(self) -> list[Process]:
         return processes.inside(self._keeper.pid) if self._keeper is not None and self.alive() else []
@@ -232,6 +222,7 @@ class KeptDriver(ABC):
         self._hierarchy = find_hierarchy()
         self._watchdog = Watchdog()
         self._boxes: WeakValueDictionary[str, KeptBox] = WeakValueDictionary()
+        self._gathering = asyncio.Lock()
 
     @abstractmethod
     async def _start(self, spec: Spec, name: str) -> KeptBox:
@@ -247,17 +238,21 @@ class KeptDriver(ABC):
         self._watchdog.watch(box)
         return box
 
+    async def _aids(self) -> Path:
+        """The folder of `aids`. Raises SandboxError."""
+        async with self._gathering:
+            return await asyncio.to_thread(aids.gather, self._root)
+
     async def _setting(self, spec: Spec, name: str) -> Setting:
         """Make the folder, and the cgroup where there are cgroups."""
-        environment.asked(spec.env)
-        limits = Limits.of(self._config.sandbox, spec)
+        env, limits = environment.asked(spec.env), Limits.of(self._config.sandbox, spec)
         folder = await layout.build_whole(self._root, name, spec)
         group = None
         if self._hierarchy is not None:
             group = make_cgroup(self._hierarchy, f"rollout-{folder.name}-{secrets.token_hex(4)}", limits)
         if group is not None:
             (folder / "cgroups").write_text("\n".join(str(item.parent) for item in group.entries), "utf-8")
-        return Setting(self._config, spec, name, folder, group, self._watchdog)
+        return Setting(self._config, spec, name, folder, env, limits, group, self._watchdog)
 
     async def _started(self, box: Made) -> Made:
         """Start the box; one that does not start leaves nothing."""

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import hashlib
 import os
-import shutil
 import stat
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import Any
 
-from pipeline.errors import SandboxError
+from pipeline.errors import HandlerError, SandboxError
 from workers.sandbox.box import Spec
 
 PARTS = ("home", "tmp", "over", "run")
@@ -23,6 +23,17 @@ LONGEST_SOCKETS = 88
 """Bytes of the sockets' folder: a Unix socket's path may have 107, and its name needs some."""
 
 REMOVE_SECONDS = 120.0
+_REMOVE = """
+rm -rf --one-file-system -- "$1" 2>/dev/null && exit
+chmod -R u+rwx -- "$1" 2>/dev/null
+exec rm -rf --one-file-system -- "$1"
+"""
+"""By programs: a tree may be deeper than Python's stack, and each level would cost this process an open file."""
+
+_AS_MAPPED_ROOT = ("unshare", "--user", "--map-root-user", "--map-auto")
+"""The root of such a namespace may remove what belongs to this user's subordinate ids: root of a sandbox made it."""
+
+_CONTRADICTIONS = {errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG}
 
 
 def make_root(root: Path) -> None:
@@ -47,23 +58,41 @@ def folder_of(root: Path, name: str) -> Path:
 
 
 def build(root: Path, name: str, spec: Spec) -> Path:
-    """Make the box's folder with its files in the home; what stood there before is removed. Raises SandboxError."""
+    """Make the box's folder with its files in the home; what stood there before is removed.
+
+    Raises SandboxError, and HandlerError for files that can't stand beside each other.
+    """
     make_root(root)
     folder = folder_of(root, name)
     try:
         remove(folder)
         part = Path(tempfile.mkdtemp(prefix=PART_PREFIX, dir=root))
-        for inside in PARTS:
-            (part / inside).mkdir(mode=0o700)
-        for path, content in spec.files.items():
-            target = part / "home" / path
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(content if isinstance(content, bytes) else content.encode("utf-8", "replace"))
-        (part / "name").write_text(name, "utf-8", "replace")
-        os.rename(part, folder)
+        try:
+            for inside in PARTS:
+                (part / inside).mkdir(mode=0o700)
+            _write_files(part / "home", spec)
+            (part / "name").write_text(name, "utf-8", "replace")
+            os.rename(part, folder)
+        except BaseException:
+            remove(part)
+            raise
     except OSError as error:
         raise SandboxError(f"the sandbox folder {folder} can't be made: {error}") from error
     return folder
+
+
+def _write_files(home: Path, spec: Spec) -> None:
+    for path, content in spec.files.items():
+        target = home / path
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(content if isinstance(content, bytes) else content.encode("utf-8", "replace"))
+        except OSError as error:
+            if error.errno not in _CONTRADICTIONS:
+                raise
+            raise HandlerError(
+                f"the sandbox's file {path!r} can't be written: {error.strerror}: correct `files`"
+            ) from None
 
 
 async def build_whole(root: Path, name: str, spec: Spec) -> Path:
@@ -74,47 +103,21 @@ async def build_whole(root: Path, name: str, spec: Spec) -> Path:
     except asyncio.CancelledError:
         await asyncio.wait([building])
         if building.exception() is None:
-            await remove_later(building.result())
+            await asyncio.to_thread(remove, building.result())
         raise
 
 
 def remove(folder: Path) -> None:
-    """Remove the folder whatever its modes and owners are. Raises SandboxError for what stays."""
-    shutil.rmtree(folder, onerror=_make_removable)
-    if not os.path.lexists(folder):
-        return
-    _remove_as_mapped_root(folder)
+    """Remove the folder whatever its depth, modes and owners are. Raises SandboxError for what stays."""
+    for way in ((), _AS_MAPPED_ROOT):
+        if not os.path.lexists(folder):
+            return
+        argv = [*way, "/bin/sh", "-c", _REMOVE, "sh", str(folder)]
+        with contextlib.suppress(OSError, subprocess.SubprocessError):  # what is left is looked at
+            subprocess.run(
+                argv, stdin=subprocess.DEVNULL, capture_output=True, check=False, timeout=REMOVE_SECONDS, cwd="/"
+            )
     if os.path.lexists(folder):
         raise SandboxError(
             f"the sandbox folder {folder} can't be removed whole: files of other users, or a mount, are left in it"
         )
-
-
-async def remove_later(folder: Path) -> None:
-    """`remove` in a thread."""
-    await asyncio.to_thread(remove, folder)
-
-
-def _make_removable(function: Any, path: str, error: Any) -> None:
-    """A command may have taken the write bit off a folder; what is gone already is no error, the rest comes later."""
-    if not os.path.lexists(path):
-        return
-    try:
-        for place in (os.path.dirname(path), path):
-            if not os.path.islink(place):
-                os.chmod(place, 0o700)
-        if os.path.isdir(path) and not os.path.islink(path):
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            os.unlink(path)
-    except OSError:
-        return  # a file of a subordinate id: `remove` looks whether anything is left, and takes the other way
-
-
-def _remove_as_mapped_root(folder: Path) -> None:
-    """Files of this user's subordinate ids (root of a sandbox made them) can be removed by the root of a namespace."""
-    unshare = shutil.which("unshare")
-    if unshare is None:
-        return
-    argv = [unshare, "--user", "--map-root-user", "--map-auto", "rm", "-rf", "--one-file-system", "--", str(folder)]
-    subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, check=False, timeout=REMOVE_SECONDS, cwd="/")

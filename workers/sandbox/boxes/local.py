@@ -47,6 +47,11 @@ class Local:
         await asyncio.to_thread(processes.kill_all, str(layout.folder_of(self._root, name)))
         folder = await layout.build_whole(self._root, name, spec)
         box = LocalBox(self._config, spec, name, folder, self._watchdog)
+        try:
+            os.makedirs(box.workdir, exist_ok=True)
+        except OSError:
+            await asyncio.to_thread(layout.remove, folder)
+            raise HandlerError(f"the sandbox has no folder {box.workdir!r} to start in: correct `workdir`") from None
         self._watchdog.watch(box)
         return box
 
@@ -61,7 +66,6 @@ class LocalBox:
         self.folder = folder
         self.home = str(folder / "home")
         self.workdir = os.path.join(self.home, spec.workdir) if spec.workdir else self.home
-        os.makedirs(self.workdir, exist_ok=True)
         self.sockets = folder / "run"
         self.sockets_inside = str(self.sockets)
         self.notes: list[str] = []
@@ -93,7 +97,7 @@ class LocalBox:
     async def discard(self) -> None:
         self._watchdog.forget(self)
         await self.kill()
-        await layout.remove_later(self.folder)
+        await asyncio.to_thread(layout.remove, self.folder)
 
 
 def _warn() -> None:

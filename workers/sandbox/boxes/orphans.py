@@ -6,13 +6,13 @@ Ownership is judged by the lock, which the kernel frees with its holder, and nev
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
 import re
 import shutil
 import stat
 import subprocess
+import time
 from pathlib import Path
 
 from pipeline.errors import SandboxError
@@ -20,11 +20,14 @@ from workers.sandbox import processes
 from workers.sandbox.boxes import layout
 from workers.sandbox.boxes.kept import KEEPER
 from workers.sandbox.boxes.limits import remove_cgroup
+from workers.sandbox.locks import locked
 
 log = logging.getLogger(__name__)
 
 OWNER = "owner"
 UNMOUNT_SECONDS = 10.0
+LOOK_SECONDS = 0.3
+"""How long somebody who only looks whether a host lives may hold the lock."""
 
 
 class Owner:
@@ -45,7 +48,7 @@ def claim_root(root: Path) -> Owner:
     """Make `root` and hold it for life. Raises SandboxError when another living process does."""
     layout.make_root(root)
     lock = os.open(root / OWNER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    if not _locked(lock):
+    if not _locked_soon(lock):
         os.close(lock)
         raise SandboxError(f"{root} belongs to another living process: two must not share a folder for sandboxes")
     try:
@@ -58,6 +61,15 @@ def claim_root(root: Path) -> Owner:
     os.truncate(lock, 0)
     os.write(lock, f"{processes.identity(os.getpid())}\n".encode())
     return Owner(root, lock)
+
+
+def _locked_soon(lock: int) -> bool:
+    until = time.monotonic() + LOOK_SECONDS
+    while not locked(lock):
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.01)
+    return True
 
 
 def sweep(parent: Path) -> list[str]:
@@ -83,14 +95,14 @@ def _sweep_root(root: Path) -> list[str]:
         return []
     removed = []
     try:
-        if not _locked(lock):
+        if not locked(lock):
             return []
         for folder in sorted(path for path in root.iterdir() if path.name != OWNER):
             try:
                 end_all(folder)
                 layout.remove(folder)
                 removed.append(f"{root.name}/{folder.name}")
-            except (OSError, SandboxError) as error:
+            except (OSError, SandboxError, subprocess.SubprocessError) as error:
                 log.warning("what a dead host left in %s can't be removed now: %s", folder, error)
         if set(os.listdir(root)) == {OWNER}:
             shutil.rmtree(root)
@@ -103,7 +115,7 @@ def _sweep_root(root: Path) -> list[str]:
 def end_all(folder: Path) -> None:
     """End what still runs in a dead host's box, take away its cgroups and what is still mounted below it.
 
-    Raises SandboxError for a process that does not end, OSError for a cgroup.
+    Raises SandboxError for a process that does not end, OSError for a cgroup, SubprocessError for a mount.
     """
     keeper = processes.identified(_read(folder / KEEPER))
     if keeper is not None:
@@ -121,15 +133,6 @@ def end_all(folder: Path) -> None:
         group = Path(line)
         if re.fullmatch(rf"rollout-{re.escape(folder.name)}-[0-9a-f]+", group.name):
             remove_cgroup(group)
-
-
-def _locked(lock: int) -> bool:
-    """Whether the lock was free, and is ours now."""
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _read(path: Path) -> str:
@@ -154,7 +157,7 @@ def hosts(parent: Path) -> list[tuple[Path, bool]]:
             lock = os.open(root / OWNER, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError:
             continue
-        found.append((root, not _locked(lock)))
+        found.append((root, not locked(lock)))
         os.close(lock)
     return found
 

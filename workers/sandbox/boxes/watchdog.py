@@ -1,24 +1,23 @@
 """Holds boxes to their limits where the kernel does not: looks twice a second, kills what uses most, and says so.
 
-It looks where a cgroup holds the limits too (the agent may own that as root of this machine), and reports what the
-kernel killed there.
+One task looks at the processes of all boxes. Each box has one more for its disk: a million files take long to count,
+and must not blind the watch over the others. It looks where a cgroup holds the limits too (the agent may own that as
+root of this machine), and reports what the kernel killed there.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import shutil
-import subprocess
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from workers.sandbox import processes
+from workers.sandbox import processes, programs
 from workers.sandbox.boxes.limits import MB, Cgroup, Limits
 from workers.sandbox.boxes.subtrees import Usage, largest, without_main
 from workers.sandbox.processes import Process
@@ -34,6 +33,9 @@ DU_SECONDS = 120.0
 PATIENCE = 3
 """Looks in a row that find a box over its limit before all of it but its oldest process is killed; twice: all."""
 
+
+NOTES = 20
+"""Notes that wait for the policy at the most."""
 
 BOMB = 2
 """Times the allowed processes from which on they are not killed one by one, which a fork bomb would outrun: the kernel
@@ -62,9 +64,6 @@ class _State:
     over: int = 0
     kills: int = 0
     refusals: int = 0
-    disk: int = 0
-    full: int = 0
-    next_disk: float = 0.0
 
 
 class Watchdog:
@@ -74,16 +73,22 @@ class Watchdog:
         self._period, self._disk_period = period, disk_period
         self._boxes: dict[int, tuple[Watched, _State]] = {}
         self._task: asyncio.Task[None] | None = None
+        self._disks: dict[int, asyncio.Task[None]] = {}
 
     def watch(self, box: Watched) -> None:
         """Hold this box to its limits from now on. Called inside the event loop."""
-        self._boxes[id(box)] = box, _State(next_disk=time.monotonic() + self._disk_period)
+        loop = asyncio.get_running_loop()
+        self._boxes[id(box)] = box, _State()
+        self._disks[id(box)] = loop.create_task(self._watch_disk(box), name=f"disk of sandbox {box.name}")
         if self._task is None or self._task.done():
-            self._task = asyncio.get_running_loop().create_task(self._run(), name="sandbox watchdog")
+            self._task = loop.create_task(self._run(), name="sandbox watchdog")
 
     def forget(self, box: Watched) -> None:
         """Look at this box no more."""
         self._boxes.pop(id(box), None)
+        disk = self._disks.pop(id(box), None)
+        if disk is not None:
+            disk.cancel()
         if not self._boxes and self._task is not None:
             self._task.cancel()
             self._task = None
@@ -94,11 +99,31 @@ class Watchdog:
             boxes = list(self._boxes.values())
             try:
                 for box, note in await asyncio.to_thread(self._look, boxes):
-                    if note not in box.notes:
-                        log.warning("sandbox %s: %s", box.name, note)
-                        box.notes.append(note)
+                    _tell(box, note)
             except Exception:
                 log.exception("the sandboxes' watchdog could not look; it goes on")
+
+    async def _watch_disk(self, box: Watched) -> None:
+        period, before, full = self._disk_period, 0, 0
+        while True:
+            await asyncio.sleep(period)
+            started = time.monotonic()
+            try:
+                used = await _disk_use(box)
+                if used is None:
+                    continue
+                if used <= box.limits.disk:
+                    full = 0
+                elif used > before:
+                    full += 1
+                    await asyncio.to_thread(_kill_writers, box, full)
+                    _tell(box, _full(used, box.limits.disk))
+                before = used
+            except Exception:
+                log.exception("the disk of sandbox %s could not be looked at; the watchdog goes on", box.name)
+            finally:
+                usual = self._disk_period if before < box.limits.disk / 2 else self._disk_period / 5
+                period = max(usual, DISK_SHARE * (time.monotonic() - started))
 
     def _look(self, boxes: list[tuple[Watched, _State]]) -> list[tuple[Watched, str]]:
         """One look at all boxes, in a thread; (box, note) of each that did something wrong."""
@@ -108,34 +133,32 @@ class Watchdog:
         for box, state in boxes:
             notes = [_killed_by_kernel(box, state)]
             if not box.alive():  # a fresh start is to be judged by what it does itself
-                state.over = state.full = 0
+                state.over = 0
                 state.refusals = box.group.refusals() if box.group is not None else 0
             else:
                 keeper = table.get(box.pid) if box.pid is not None else None
                 inside = processes.inside(keeper.pid, table, spaces) if keeper is not None else box.processes()
-                notes += [_hold(box, state, Usage.of(inside), keeper), self._disk(box, state)]
+                notes.append(_hold(box, state, Usage.of(inside), keeper))
             found += [(box, note) for note in notes if note]
         return found
 
-    def _disk(self, box: Watched, state: _State) -> str:
-        started = time.monotonic()
-        if started < state.next_disk:
-            return ""
-        used = _disk_use(box)
-        took = time.monotonic() - started
-        period = self._disk_period if used < box.limits.disk / 2 else self._disk_period / 5
-        state.next_disk = time.monotonic() + max(period, DISK_SHARE * took)
-        grew, state.disk = used > state.disk, used
-        if used <= box.limits.disk:
-            state.full = 0
-        if used <= box.limits.disk or not grew:
-            return ""
-        state.full += 1
-        _kill(_writers(box.processes(), state.full))
-        return (
-            f"the disk limit is reached: {_mb(used)} MB are written where {_mb(box.limits.disk)} MB are allowed; "
-            "what wrote was killed: delete files"
-        )
+
+def _tell(box: Watched, note: str) -> None:
+    """Have the policy told, once; who provokes notes without end is told no more than some."""
+    if note not in box.notes and len(box.notes) < NOTES:
+        log.warning("sandbox %s: %s", box.name, note)
+        box.notes.append(note)
+
+
+def _full(used: int, most: int) -> str:
+    return (
+        f"the disk limit is reached: {_mb(used)} MB are written where {_mb(most)} MB are allowed; "
+        "what wrote was killed: delete files"
+    )
+
+
+def _kill_writers(box: Watched, times: int) -> None:
+    _kill(_writers(box.processes(), times))
 
 
 def _writers(found: list[Process], times: int) -> list[Process]:
@@ -191,18 +214,20 @@ def _kill(found: Iterable[Process]) -> None:
         processes.kill(item)
 
 
-def _disk_use(box: Watched) -> int:
-    """Bytes on disk in the box's folder, also in folders that only the root inside may enter."""
+async def _disk_use(box: Watched) -> int | None:
+    """Bytes on disk in the box's folder, also in folders that only the root inside may enter.
+
+    None where that can't be told now: the box is just being restarted or removed, or it takes too long.
+    """
     argv = [shutil.which("du") or "du", "--summarize", "--one-file-system", "--block-size=1", str(box.folder)]
     nsenter = shutil.which("nsenter")
     if box.pid is not None and nsenter is not None and os.geteuid() != 0:
         argv = [nsenter, "-t", str(box.pid), "-U", "--preserve-credentials", "--", *argv]
-    with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError, IndexError):
-        done = subprocess.run(
-            argv, stdin=subprocess.DEVNULL, capture_output=True, check=False, timeout=DU_SECONDS, cwd="/"
-        )
-        return int(done.stdout.split()[0])
-    return 0
+    try:
+        _, said = await programs.run(argv, seconds=DU_SECONDS, errors=False)
+        return int(said.split()[0])
+    except (OSError, ValueError, IndexError):
+        return None
 
 
 def _mb(size: int) -> int:

@@ -32,7 +32,8 @@ from typing import Any
 from pipeline.config import Config
 from pipeline.errors import ConfigError, SandboxError
 from workers.sandbox.boxes.layout import remove
-from workers.sandbox.images.files import SHARED_DISKS, filesystem, key_of, locked, read_json, tried
+from workers.sandbox.images.files import SHARED_DISKS, filesystem, key_of, read_json
+from workers.sandbox.locks import locked, tried
 
 log = logging.getLogger(__name__)
 FOLDERS = ("images", "names", "seen", "locks", "staging")
@@ -100,6 +101,12 @@ def hold(image: Image) -> Hold:
     raise SandboxError(f"the image {image.path} was evicted just now: resolve its name again")
 
 
+def cache_folder(config: Config) -> Path:
+    """`images.cache`, else a folder of this user's in the temporary directory; it need not be there yet."""
+    named = config.images.cache
+    return config.path_of(named) if named else Path(tempfile.gettempdir()) / f"rollout-images-{os.getuid()}"
+
+
 class Cache:
     """One cache folder. Made, checked and warned about at the first use."""
 
@@ -111,14 +118,13 @@ class Cache:
     @classmethod
     def of(cls, config: Config) -> Cache:
         """The cache that the settings name. Raises ConfigError for a folder that can't be used."""
-        named = config.images.cache
-        folder = config.path_of(named) if named else Path(tempfile.gettempdir()) / f"rollout-images-{os.getuid()}"
+        folder = cache_folder(config)
         known = _OPENED.get(folder)
         if known is not None and (folder / FOLDERS[-1]).is_dir():
             return known
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if not named:
+            if not config.images.cache:
                 _check_private(folder)
             _OPENED[folder] = cls(folder)
         except OSError as error:

@@ -1,13 +1,9 @@
-"""Small things on disk that the cache stands on: locks that are tried, notes in JSON, and what kind of disk it is."""
+"""Small things on disk that the cache stands on: names of files, notes in JSON, and what kind of disk it is."""
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,22 +35,3 @@ def filesystem(folder: Path) -> str:
         if real.is_relative_to(point) and len(point.parts) >= len(best.parts):
             best, kind = point, mount.fstype
     return kind
-
-
-def locked(lock: int) -> bool:
-    """Take the exclusive lock on an open file, if nobody has it or shares it."""
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-@contextmanager
-def tried(path: Path) -> Iterator[bool]:
-    """An exclusive lock if it can be had at once, let go at the end: `with tried(path) as free`."""
-    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        yield locked(lock)
-    finally:
-        os.close(lock)

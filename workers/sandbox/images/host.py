@@ -12,28 +12,20 @@ import sys
 from functools import cache
 from pathlib import Path
 
+from workers.sandbox.boxes.environment import PATH
+from workers.sandbox.boxes.machine import FROM_ETC, MERGED, accounts
+
 log = logging.getLogger(__name__)
 
 FOLDERS = (
     "dev", "etc", "home", "mnt", "opt", "proc", "root", "run", "run/rollout", "srv", "sys", "tmp", "usr", "var",
     "var/cache", "var/lib", "var/log", "var/tmp",
 )  # fmt: skip
-MERGED = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
-"""Links into /usr on a merged machine; where they are folders of their own, these are bound too."""
-FROM_ETC = (
-    "alternatives", "ssl/certs", "ssl/openssl.cnf", "pki/tls/certs", "pki/ca-trust", "ca-certificates",
-    "ca-certificates.conf", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "localtime", "mime.types", "magic",
-    "os-release", "debian_version", "fonts", "perl", "terminfo",
-)  # fmt: skip
-"""What programs in /usr look for in /etc: nothing that holds a secret or names a user."""
 FILES = {
-    "etc/passwd": "root:x:0:0:root:/root:/bin/bash\nnobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin\n",
-    "etc/group": "root:x:0:\ntty:x:5:\nnogroup:x:65534:\n",
-    "etc/hosts": "127.0.0.1 localhost\n::1 localhost\n",
-    "etc/nsswitch.conf": "passwd: files\ngroup: files\nshadow: files\nhosts: files dns\n",
+    **{f"etc/{name}": text for name, text in accounts("/root").items()},
     "etc/resolv.conf": "",
     "etc/shells": "/bin/sh\n/bin/bash\n",
-    "etc/profile": "export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin\n",
+    "etc/profile": f"export PATH={PATH}\n",
 }
 
 

@@ -7,12 +7,16 @@ import base64
 import binascii
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 from workers.sandbox.tools.plain import Clip
 
 PICTURES = 20
 """Pictures of one cell that are kept."""
+
+PICTURE_BYTES = 32 << 20
+"""Bytes of all pictures of one cell that are kept."""
 
 MESSAGE_BYTES = 32 << 20
 """A message larger than this is dropped with its connection: a kernel is the policy's, and must not fill our memory."""
@@ -40,6 +44,7 @@ class Gathered:
         self.leaves = False
         """Whether the cell asked the kernel to end: exit()."""
         self.pictures: dict[str, bytes] = {}
+        self._room = PICTURE_BYTES
 
     def take(self) -> str:
         """The text, without one last newline."""
@@ -70,9 +75,11 @@ class Gathered:
 
     def _show(self, data: dict[str, Any]) -> None:
         for mime, ending in _KINDS.items():
-            if mime in data and len(self.pictures) < PICTURES:
+            picture = _picture(mime, data[mime]) if mime in data and len(self.pictures) < PICTURES else None
+            if picture is not None and len(picture) <= self._room:
+                self._room -= len(picture)
                 path = f"{self._where}-{len(self.pictures) + 1}.{ending}"
-                self.pictures[path] = _picture(mime, data[mime])
+                self.pictures[path] = picture
                 self._line(f"[picture: {path}]")
                 return
         if "text/plain" in data:
@@ -130,11 +137,13 @@ class Channels:
             for message in self._waiting(self._output):
                 seen += 1
                 if message["parent_header"].get("msg_id") == number:
-                    idle = gathered.add(message["msg_type"], message["content"]) or idle
+                    with _proper():
+                        idle = gathered.add(message["msg_type"], message["content"]) or idle
             for message in self._waiting(self._shell):
                 if message["parent_header"].get("msg_id") == number:
                     replied, until = True, time.monotonic() + IDLE_SECONDS
-                    gathered.reply(message["content"])
+                    with _proper():
+                        gathered.reply(message["content"])
             await asyncio.sleep(_REST_SECONDS if seen > _BUSY else 0)
         return idle
 
@@ -158,11 +167,18 @@ class Channels:
                 frames = socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            try:
+            with _proper():
                 _, parts = self._client.session.feed_identities(frames)
                 message = self._client.session.deserialize(parts)
                 if not isinstance(message["content"], dict) or not isinstance(message["parent_header"], dict):
                     raise ValueError("a message whose content is no map")
-            except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as error:
-                raise ValueError(f"the kernel sent what is no Jupyter message: {error}") from error
             yield message
+
+
+@contextmanager
+def _proper() -> Iterator[None]:
+    """Raises ValueError for whatever is wrong with a message: the policy owns its kernel, and may sign anything."""
+    try:
+        yield
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as error:
+        raise ValueError(f"the kernel sent what is no Jupyter message: {error}") from error

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import stat
 import time
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
@@ -35,6 +36,7 @@ class Inside:
 
     def __init__(self, box: Box) -> None:
         self.box = box
+        self.taken = box.folder / "own"
         self._mending = asyncio.Lock()
 
     def started_in(self, folder: str, argv: Sequence[str]) -> list[str]:
@@ -60,10 +62,26 @@ class Inside:
         return f"{self.box.sockets_inside}/{name}"
 
     def take_back(self, *names: str) -> None:
-        """Remove what was handed over, where it is still there."""
-        for name in names:
+        """Remove what was handed over or taken, where it is still there."""
+        for path in (folder / name for name in names for folder in (self.box.sockets, self.taken)):
             with contextlib.suppress(OSError):
-                (self.box.sockets / name).unlink(missing_ok=True)
+                path.unlink(missing_ok=True)
+
+    def take_socket(self, name: str) -> None:
+        """Give a socket in the folder that both sides see a second name, in a folder that is ours alone.
+
+        To connect there is safe, now and later: what runs inside could put a link to a socket of this machine's in the
+        place of the first name at any time. Raises SandboxError for what is no socket.
+        """
+        path = self.taken / name
+        try:
+            self.taken.mkdir(mode=0o700, exist_ok=True)
+            os.link(self.box.sockets / name, path, follow_symlinks=False)
+            if stat.S_ISSOCK(path.lstat().st_mode):
+                return
+        except OSError as error:
+            raise SandboxError(f"the sandbox's socket {name} can't be taken: {error}") from error
+        raise SandboxError(f"the sandbox put something else in the place of its socket {name}")
 
     async def revive(self) -> None:
         """Start the box again if it has died; the policy will be told. Raises SandboxError."""
@@ -126,18 +144,6 @@ class Inside:
             return True
 
         return [item for item in table.values() if item != leader and belongs(item)]
-
-
-def send(process: Process, number: signal.Signals) -> None:
-    """A signal to exactly this process; nothing happens when it is gone."""
-    with contextlib.suppress(OSError):
-        handle = os.pidfd_open(process.pid)
-        try:
-            now = processes.look(process.pid)
-            if now is not None and now.born == process.born:
-                signal.pidfd_send_signal(handle, number)
-        finally:
-            os.close(handle)
 
 
 async def unhurried(work: Coroutine[Any, Any, T]) -> T:

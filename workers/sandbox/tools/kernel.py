@@ -18,7 +18,7 @@ from workers.sandbox import processes
 from workers.sandbox.tools.calls import Calls
 from workers.sandbox.tools.cells import Gathered
 from workers.sandbox.tools.files import Files
-from workers.sandbox.tools.inside import Inside, send, unhurried
+from workers.sandbox.tools.inside import Inside, unhurried
 from workers.sandbox.tools.kernel_process import TOOL, Running
 from workers.sandbox.tools.plain import with_notes
 from workers.sandbox.tools.run import run
@@ -145,7 +145,7 @@ class Kernel:
         """Interrupt the cell and kill what it started; whether the kernel has come back."""
         for _ in range(3):
             if running.leader is not None:
-                send(running.leader, signal.SIGINT)
+                processes.send(running.leader, signal.SIGINT)
             await self._inside.kill_since(since, running.leader, TOOL, STOP_SECONDS)
             if await self._wait(running, cell, STOP_SECONDS):
                 await self._inside.kill_since(since, running.leader, TOOL)

@@ -15,6 +15,7 @@ from typing import Any
 from pipeline.errors import SandboxError
 from workers.sandbox import processes
 from workers.sandbox.processes import Process
+from workers.sandbox.programs import reap
 from workers.sandbox.tools.cells import Channels
 from workers.sandbox.tools.inside import REAP_SECONDS, Inside
 
@@ -27,6 +28,8 @@ _LOOK_SECONDS = 0.01
 _LAST_WORDS_SECONDS = 1.0
 _SAID_BYTES = 2000
 _SOCKETS = 5
+_CONNECTED = (1, 2)
+"""Numbers of those that this process connects to: shell and iopub."""
 
 
 class Running:
@@ -89,7 +92,7 @@ class Running:
     async def _ready(self, until: float) -> None:
         """Wait until the kernel answers and its output comes. Raises SandboxError."""
         sockets = self._inside.box.sockets
-        await self._check(until, lambda: all((sockets / f"{self._name}-{at}").exists() for at in (1, 2)))
+        await self._check(until, lambda: all((sockets / f"{self._name}-{at}").exists() for at in _CONNECTED))
         assert self._process is not None
         self.leader = self._inside.leader(self._process.pid)
         first = f"exec({_FIRST_CELL.read_text('utf-8')!r}, {{}})"
@@ -104,10 +107,13 @@ class Running:
             await asyncio.gather(listening, return_exceptions=True)
 
     def connect(self) -> Channels:
-        """New channels to the running kernel."""
-        if self._connected is not None:
+        """New channels to the running kernel. Raises SandboxError when a socket is none."""
+        if self._connected is None:
+            for at in _CONNECTED:
+                self._inside.take_socket(f"{self._name}-{at}")
+        else:
             self._connected.close()
-        self._connected = Channels(self._info(str(self._inside.box.sockets / self._name)))
+        self._connected = Channels(self._info(str(self._inside.taken / self._name)))
         return self._connected
 
     async def _check(self, until: float, done: Callable[[], bool]) -> None:
@@ -143,11 +149,8 @@ class Running:
         if self._said is not None:
             self._said.cancel()
             await asyncio.gather(self._said, return_exceptions=True)
-        transport = getattr(process, "_transport", None)
-        if transport is not None:
-            transport.close()  # kills the helper program, if that still waits for the kernel
+        await reap(process)
         await self.ended
-        await asyncio.sleep(0)
 
 
 async def _listen(process: asyncio.subprocess.Process) -> bytes:

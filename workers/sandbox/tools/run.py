@@ -7,6 +7,7 @@ import contextlib
 import errno
 from typing import NamedTuple
 
+from workers.sandbox.programs import reap
 from workers.sandbox.tools.inside import Inside, unhurried
 
 TOOL = "files"
@@ -91,11 +92,7 @@ async def _read(stream: asyncio.StreamReader, most: int, go_on: bool = False) ->
 
 
 async def _finish(inside: Inside, process: asyncio.subprocess.Process) -> None:
-    """End the program if it still runs, and close its pipes though something may hold their other ends."""
+    """End the program, with what it started, if it still runs."""
     if process.returncode is None:
         await inside.end(process.pid)
-    transport = getattr(process, "_transport", None)
-    if transport is not None:
-        transport.close()  # before the wait, which lasts until the pipes are closed
-    await process.wait()
-    await asyncio.sleep(0)  # the pipes' own closing is scheduled for the next turn
+    await reap(process)

@@ -25,7 +25,7 @@ from pipeline.interfaces import Output
 from workers.sandbox import processes
 from workers.sandbox.processes import Process
 from workers.sandbox.tools.calls import Calls
-from workers.sandbox.tools.inside import Inside, reaped, send, unhurried
+from workers.sandbox.tools.inside import Inside, reaped, unhurried
 from workers.sandbox.tools.plain import with_notes
 from workers.sandbox.tools.terminal import Terminal
 
@@ -189,7 +189,7 @@ class Shell:
         """As ^C does: bash and its children are interrupted, so that a loop ends; then what is left is killed."""
         below = [item for item in self._inside.victims(since, bash, TOOL) if item.parent == bash.pid]
         for item in [bash, *below]:
-            send(item, signal.SIGINT)
+            processes.send(item, signal.SIGINT)
         until = time.monotonic() + INTERRUPT_SECONDS
         while any(processes.look(item.pid) == item for item in below) and time.monotonic() < until:
             time.sleep(0.005)  # a loop in bash ends only when its child was seen to die of the interrupt

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import select
 import socket
 import struct
 import sys
@@ -17,10 +16,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline.errors import SandboxError
-from workers.sandbox.allowed import Allowed
-from workers.sandbox.proxy import Limits, Proxy
+from workers.sandbox import processes, programs
+from workers.sandbox.network.allowed import Allowed
+from workers.sandbox.network.proxy import Limits, Proxy
 
-HELPER = Path(__file__).with_name("network_helper.py")
+HELPER = Path(__file__).with_name("gate_helper.py")
 HELPER_SECONDS = 10.0
 FD = struct.Struct("@i")
 # Another name for the same machine must not be sent to the proxy, which refuses it.
@@ -72,7 +72,7 @@ async def open_gate(pid: int, hosts: Sequence[str], limits: Limits | None = None
         undo.callback(os.close, pidfd)
         listener = undo.enter_context(await _listen_inside(pid))
         # The helper looked the sandbox up by its pid: that this process still lives proves that it was the one.
-        if _has_ended(pidfd):
+        if processes.has_ended(pidfd):
             raise SandboxError(f"no gate for the sandbox: its keeper {pid} ended meanwhile")
         proxy = Proxy(allowed, limits)
         port = listener.getsockname()[1]
@@ -90,39 +90,24 @@ async def _listen_inside(pid: int) -> socket.socket:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         python = [sys.executable, "-I", "-S", str(HELPER), str(theirs.fileno())]
-        await _run(["nsenter", "-t", str(pid), *users, "-n", "--", *python], theirs.fileno())
+        await _run_helper(["nsenter", "-t", str(pid), *users, "-n", "--", *python], theirs.fileno())
         ours.setblocking(False)
         # Not recv_fds, which drops the flag in Python 3.11: all that is started here would inherit the listener.
         _, parts, _, _ = ours.recvmsg(1, socket.CMSG_LEN(FD.size), socket.MSG_CMSG_CLOEXEC)
     return socket.socket(fileno=FD.unpack(parts[0][2])[0])
 
 
-async def _run(command: list[str], keep: int) -> None:
+async def _run_helper(command: list[str], keep: int) -> None:
     """Run the helper to its end; it inherits `keep` and nothing else."""
+    env = {"PATH": os.environ.get("PATH", os.defpath)}
     try:
-        process = await asyncio.create_subprocess_exec(
-            *command,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.DEVNULL,
-            stderr=asyncio.subprocess.PIPE,
-            pass_fds=[keep],
-            env={"PATH": os.environ.get("PATH", os.defpath)},
-            cwd="/",
-        )
-    except OSError as error:
-        raise SandboxError(f"no gate for the sandbox: {command[0]} (util-linux) can't be started: {error}") from None
-    try:
-        async with asyncio.timeout(HELPER_SECONDS):
-            _, said = await process.communicate()
+        code, said = await programs.run(command, seconds=HELPER_SECONDS, env=env, keep=[keep])
     except TimeoutError:
         raise SandboxError(f"no gate for the sandbox: its helper took longer than {HELPER_SECONDS:g} s") from None
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    if process.returncode:
-        last = said.decode(errors="replace").strip().rpartition("\n")[2]
-        raise SandboxError(f"no gate for the sandbox: its helper ended with {process.returncode}: {last}")
+    except OSError as error:
+        raise SandboxError(f"no gate for the sandbox: {command[0]} (util-linux) can't be started: {error}") from None
+    if code:
+        raise SandboxError(f"no gate for the sandbox: its helper ended with {code}: {said.rpartition(chr(10))[2]}")
 
 
 def _namespace(pid: int, kind: str) -> str:
@@ -130,9 +115,3 @@ def _namespace(pid: int, kind: str) -> str:
         return os.readlink(f"/proc/{pid}/ns/{kind}")
     except OSError as error:
         raise SandboxError(f"no gate for the sandbox: its keeper {pid} can't be looked at: {error.strerror}") from None
-
-
-def _has_ended(pidfd: int) -> bool:
-    look = select.poll()  # not `select`, which takes no number above 1023
-    look.register(pidfd, select.POLLIN)
-    return bool(look.poll(0))

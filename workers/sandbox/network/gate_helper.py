@@ -1,6 +1,6 @@
 """Runs inside a sandbox's network namespace: binds a listener on 127.0.0.1 and hands it to the host process.
 
-A program of its own that imports nothing of ours: `python -I -S network_helper.py FD`, FD being a Unix socket.
+A program of its own that imports nothing of ours: `python -I -S gate_helper.py FD`, FD being a Unix socket.
 """
 
 import socket

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 import h11
 
-from workers.sandbox.allowed import PORTS, Allowed, Target, target_of
-from workers.sandbox.proxy_wire import Traffic, Wire
+from workers.sandbox.network.allowed import PORTS, Allowed, Target, target_of
+from workers.sandbox.network.wire import Traffic, Wire
 
 _ABSOLUTE = re.compile(r"http://(?P<authority>[^/?#]*)(?P<path>/[^#]*)?(?P<query>\?[^#]*)?", re.IGNORECASE)
 _HOP_BY_HOP = frozenset(
