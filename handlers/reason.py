@@ -31,7 +31,7 @@ _BOXED = re.compile(r"\\boxed\{([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}")
 class Reason(Turns):
     """The family's own score, from 0.0 to 1.0."""
 
-    preload: ClassVar[tuple[str, ...]] = ("reasoning_gym",)
+    preload: ClassVar[tuple[str, ...]] = ("handlers.gym",)
 
     class Task(BaseModel):
         """Item `index` of `family`'s dataset made from `seed`; `config` are the family's own settings."""
@@ -81,8 +81,7 @@ def _dataset_of(task: Reason.Task) -> Any:
 
 @functools.lru_cache(maxsize=256)
 def _dataset(family: str, seed: int, size: int, config: str) -> Any:
-    import reasoning_gym
-    from reasoning_gym.factory import DATASETS
+    from handlers.gym import DATASETS, reasoning_gym
 
     if family not in DATASETS:
         near = difflib.get_close_matches(family, DATASETS, n=5, cutoff=0.4)

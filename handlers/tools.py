@@ -10,7 +10,7 @@ from typing import Any
 
 from pipeline.interfaces import Sandbox, ToolCall
 
-READ_BYTES = 32_000
+READ_BYTES = 16_000
 """Of a file, shown at once; `start` shows the rest."""
 
 
@@ -89,14 +89,12 @@ async def answer(sandbox: Sandbox | None, call: ToolCall, tools: Sequence[str]) 
 
 async def _bash(sandbox: Sandbox, arguments: dict[str, Any]) -> str:
     output = await sandbox.bash(_words(arguments, "command", "bash"), _seconds(arguments))
-    if output.timed_out:
-        return f"{output.text}\n[timed out]"
-    return output.text if output.exit_code == 0 else f"{output.text}\n[exit code {output.exit_code}]"
+    told = output.exit_code == 0 or output.timed_out  # the text says it in brackets
+    return output.text if told else f"{output.text}\n[exit code {output.exit_code}]"
 
 
 async def _ipython(sandbox: Sandbox, arguments: dict[str, Any]) -> str:
-    cell = await sandbox.ipython(_words(arguments, "code", "ipython"), _seconds(arguments))
-    return f"{cell.text}\n[timed out]" if cell.timed_out else cell.text
+    return (await sandbox.ipython(_words(arguments, "code", "ipython"), _seconds(arguments))).text
 
 
 async def _read(sandbox: Sandbox, arguments: dict[str, Any]) -> str:

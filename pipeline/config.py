@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, StringConstraints, ValidationError
 
@@ -142,7 +142,7 @@ class PolicyConfig(Section):
 class SandboxConfig(Section):
     """Where the agent's commands run."""
 
-    driver: Annotated[str, Field(pattern="^(local|bubblewrap|apptainer)$")] = "local"
+    driver: Literal["local", "bubblewrap", "apptainer"] = "local"
     image: str = "host"
     root: str = ""
     max_live: Count = 0
@@ -153,6 +153,7 @@ class SandboxConfig(Section):
     processes: AtLeastOne = 512
     disk_mb: AtLeastOne = 10_240
     cpus: Annotated[float, Field(ge=0)] = 0.0
+    output_bytes: Annotated[int, Field(ge=1000)] = 16_000
     transfer_mb: AtLeastOne = 64
     host_network: bool = False
     listen: str = ""

@@ -138,13 +138,25 @@ class Merged:
         place = next((origin for known, origin in reversed(self._origins.items()) if _related(known, keys)), "")
         head = f"{place or self.origin}: {'.'.join(keys)}"
         if item["type"] == "extra_forbidden":
-            return f"{head}: unknown key (valid: {', '.join(sorted(_keys_at(self.fields, keys[:-1])))})"
-        if item["type"] == "model_type":
-            wanted = f"a section with {', '.join(sorted(_keys_at(self.fields, keys)))}"
-        else:
-            wanted = _WANTED.get(item["type"]) or item["msg"].removeprefix("Input should be ")
-            wanted = wanted.replace("String should match pattern", "text that matches")
-        return f"{head}: {_shown(item.get('input'))} is wrong, wanted {wanted}"
+            return f"{head}: {unknown_key(keys[-1], sorted(_keys_at(self.fields, keys[:-1])))}"
+        section = f"a section with {', '.join(sorted(_keys_at(self.fields, keys)))}"
+        return f"{head}: {is_wrong(item, section if item['type'] == 'model_type' else '')}"
+
+
+def unknown_key(key: str, valid: Sequence[str]) -> str:
+    """What is said of a key that is none of the valid ones."""
+    near = difflib.get_close_matches(key, valid, n=1)
+    guess = f"did you mean {near[0]}? " if near else ""
+    return f"unknown key ({guess}valid: {', '.join(valid)})"
+
+
+def is_wrong(item: Any, wanted: str = "") -> str:
+    """What is said of a value, one of `ValidationError.errors()`: the value, and what is wanted instead."""
+    if item["type"] == "literal_error":
+        wanted = wanted or f"one of {item['ctx']['expected'].replace(' or ', ', ').replace(chr(39), '')}"
+    wanted = wanted or _WANTED.get(item["type"]) or item["msg"].removeprefix("Input should be ")
+    wanted = wanted.replace("String should match pattern", "text that matches")
+    return f"{_shown(item.get('input'))} is wrong, wanted {wanted}"
 
 
 _WANTED = {

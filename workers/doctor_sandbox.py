@@ -25,11 +25,10 @@ async def findings(config: Config) -> list[Finding]:
     """All findings about sandboxes. Takes a second where all is well, ten at the most where not, and leaves nothing."""
     from workers.sandbox.host import sandbox_root
 
-    root = sandbox_root(config)
-    checks = [_as_root(), _room("sandbox disk", root, "sandbox.root"), _cgroups()]
+    checks = [_as_root(), _place(sandbox_root(config)), _cgroups()]
     if config.sandbox.driver == "local":
         local = Finding("sandbox", "warn", "local isolates nothing", "use it for tests and for code that you trust")
-        return [local, _room("sandbox disk", root, "sandbox.root"), await _whole(config)]
+        return [local, _place(sandbox_root(config)), *await asyncio.gather(_whole(config), _others(config))]
     with tempfile.TemporaryDirectory(prefix="rollout-doctor-") as folder:
         tried = [_user_namespaces(), _network(), _bubblewrap(config)]
         if config.sandbox.driver == "apptainer":
@@ -43,12 +42,53 @@ async def findings(config: Config) -> list[Finding]:
 
 async def _whole(config: Config) -> Finding:
     """Start a sandbox as a rollout would, where its image is there already."""
+    name = config.sandbox.driver
+    if name == "apptainer" and config.sandbox.image != "host":
+        image = await _image(config)
+        if image is not None:
+            return image
+    wrong = await _tried(config)
+    if wrong:
+        return Finding("sandbox", "fail", f"{name} does not work: {wrong}", "mend what is said above, or below")
+    return Finding("sandbox", "ok", f"{name} started a sandbox and ran a command in it")
+
+
+async def _others(config: Config) -> Finding:
+    """What the drivers that isolate would say here, in one line."""
+    names = ("bubblewrap", "apptainer")
+    with tempfile.TemporaryDirectory(prefix="rollout-doctor-") as folder:
+        changes = {"sandbox.image": "host", "images.cache": folder}
+        told = await asyncio.gather(*(_tried(config.changed({**changes, "sandbox.driver": name})) for name in names))
+    sound = [name for name, wrong in zip(names, told, strict=True) if not wrong]
+    text = "; ".join(
+        f"{name} {f'does not: {wrong}' if wrong else 'works'}" for name, wrong in zip(names, told, strict=True)
+    )
+    if sound:
+        return Finding("other drivers", "ok", f"{text} (set sandbox.driver to {' or '.join(sound)})")
+    return Finding("other drivers", "warn", text, "rollout doctor --set sandbox.driver=bubblewrap looks closer")
+
+
+async def _image(config: Config) -> Finding | None:
+    """What is told of an image that is not at hand: it is not built or pulled here. None for one that is there."""
+    from workers.sandbox.images import resolve
+    from workers.sandbox.images.recipes import names
+    from workers.sandbox.images.resolve import pullable
+
+    name = config.sandbox.image
+    if name in names() or pullable(name) or config.path_of(name).is_file():
+        return Finding("sandbox", "ok", f"{config.sandbox.driver} was not tried: the image {name} may be large")
+    try:
+        await resolve(config, name)  # a folder, a name of the cache, or nothing that is known
+    except LineError as error:
+        return Finding("sandbox", "fail", f"sandbox.image: {error}", "set sandbox.image to an image that is there")
+    return None
+
+
+async def _tried(config: Config) -> str:
+    """Start a sandbox and run a command in it; what went wrong, or nothing."""
     from workers.sandbox.box import Spec
     from workers.sandbox.boxes import make_driver
 
-    name = config.sandbox.driver
-    if name == "apptainer" and config.sandbox.image != "host":
-        return Finding("sandbox", "ok", f"{name} was not started: the image {config.sandbox.image} may be large")
     with tempfile.TemporaryDirectory(prefix="rollout-doctor-") as folder:
         try:
             async with asyncio.timeout(TRY_SECONDS):
@@ -58,11 +98,8 @@ async def _whole(config: Config) -> Finding:
             finally:
                 await box.discard()
         except (LineError, OSError, TimeoutError) as error:
-            told = str(error) or f"it was not ready within {TRY_SECONDS:g} s"
-            return Finding("sandbox", "fail", f"{name} does not work: {told}", "mend what is said above, or below")
-    if code != 0 or text != "sound":
-        return Finding("sandbox", "fail", f"{name}: bash said {text!r:.200}", "does the image have /bin/bash?")
-    return Finding("sandbox", "ok", f"{name} started a sandbox and ran a command in it")
+            return str(error) or f"it was not ready within {TRY_SECONDS:g} s"
+    return "" if (code, text) == (0, "sound") else f"bash said {text!r:.200}; does the image have /bin/bash?"
 
 
 def _as_root() -> Finding:
@@ -186,14 +223,17 @@ def _has_range() -> bool:
 
 
 def _room(name: str, folder: Path, setting: str) -> Finding:
-    """Is there a local disk with room? The nearest folder that exists stands for one that is not made yet."""
+    """Is there a local disk with room? The nearest folder that is seen stands for one that is not made yet."""
     from workers.sandbox.images.files import SHARED_DISKS, filesystem
 
-    place = next(path for path in (folder, *folder.parents) if path.exists())
+    # not Path.exists, which raises where a folder may not be entered
+    place = next(path for path in (folder, *folder.parents) if os.path.exists(path))
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK, effective_ids=True):
+        why = "this user may not write to it" if place.is_dir() else "it is no folder"
+        text = f"{setting}: {folder} can't be used" + (f", for {place}: {why}" if place != folder else f": {why}")
+        return Finding(name, "fail", text, f"set {setting} to another folder")
     free = shutil.disk_usage(place).free / 1e9
     kind = filesystem(place)
-    if not os.access(place, os.W_OK):
-        return Finding(name, "fail", f"{place} can't be written", f"set {setting} to another folder")
     if kind.startswith(SHARED_DISKS):
         return Finding(
             name, "warn", f"{folder} lies on {kind}, which other machines share", f"set {setting} to a local disk"

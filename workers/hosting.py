@@ -27,12 +27,20 @@ class Hosting:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def open(self, name: str, queue: Queue, shop: Workshop, known: Iterable[str]) -> None:
-        """Open the host called `name`, and tell the line which of the `known` handlers need a sandbox."""
+        """Open the host called `name`, and tell the line which of the `known` handlers need a sandbox.
+
+        Raises ConfigError, SandboxError where this machine can make none.
+        """
         from workers.sandbox.host import Host
 
         self._loop = asyncio.get_running_loop()
-        self.host = shop.host = await Host.open(self._config, name, queue)
-        shop.stock = self.host.stock
+        host = await Host.open(self._config, name, queue)
+        try:
+            await host.prove()
+        except BaseException:
+            await host.close()
+            raise
+        self.host, shop.host, shop.stock = host, host, host.stock
         for handler in known:
             if shop.handler(handler).sandbox is not None:
                 await queue.note_place(handler, True)

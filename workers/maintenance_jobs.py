@@ -57,7 +57,7 @@ def evict() -> dict[str, Any]:
 
     done = manage.evict(_config())
     if done.digests:
-        log.info("%d images were evicted, %.1f GB are free again", len(done.digests), done.freed / manage.GB)
+        log.info("evicted: %s; %.1f GB are free again", ", ".join(done.names), done.freed / manage.GB)
     return {"evicted": done.digests, "freed": done.freed}
 
 

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from pipeline.config import Config
 from pipeline.envelope import NEXT, Envelope, Payload, Stage, Task
-from pipeline.errors import LineError
+from pipeline.errors import HandlerError, LineError
 from pipeline.interfaces import Completion, Reward
 from pipeline.log import AttemptLog
 from workers import view
@@ -150,11 +150,17 @@ def _is_users(filename: str) -> bool:
     return not any(part in ("site-packages", "dist-packages") or part.startswith("python3.") for part in path.parts)
 
 
-def users_traceback(error: BaseException) -> str:
-    """The traceback with the user's frames alone; the whole one where it has none of them."""
+def users_traceback(failed: LineError) -> str:
+    """The traceback of what went wrong with the user's frames alone.
+
+    Where it has none of them: the whole one of an exception that some handler raised; nothing for a fault of the
+    sandbox, the policy, a setting or an image, whose sentence says it all.
+    """
+    error = failed.__cause__ or failed
     frames = users_frames(error)
     if not frames:
-        return "".join(traceback.format_exception(error))
+        raised = isinstance(failed, HandlerError) and not isinstance(error, LineError)
+        return "".join(traceback.format_exception(error)) if raised else ""
     lines = ["Traceback (your own code; --traceback shows all of it):\n", *traceback.format_list(frames)]
     return "".join([*lines, *traceback.format_exception_only(error)])
 

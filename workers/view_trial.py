@@ -22,9 +22,12 @@ def show(trial: Trial, task: Task, *, whole: bool, scripted: bool) -> None:
         console.print(view.coloured(trial.payload.trajectory, None), soft_wrap=True)
     if trial.failed is not None:
         error = trial.error or trial.failed
-        text = "".join(traceback.format_exception(error)) if whole else users_traceback(error)
-        view.console(err=True).print(Text(text.rstrip()))
-        view.console(err=True).print(Text(f"failed, kind {trial.failed.kind}: {trial.failed}", style="bold red"))
+        text = "".join(traceback.format_exception(error)) if whole else users_traceback(trial.failed)
+        if text:
+            view.console(err=True).print(Text(text.rstrip()))
+        view.console(err=True).print(
+            Text(f"failed, kind {trial.failed.kind}: {trial.failed}", style="bold red"), soft_wrap=True
+        )
         return
     facts = record(trial, task)
     console.print(Text(f"\nreward {facts['reward']:g}", style="bold"))

@@ -21,8 +21,9 @@ async def serve(config: Config, log: Path, count: int) -> None:
 
     async def once(number: int, keep: bool) -> None:
         live = await host.stock.prepare({}, id=f"r.{number}", token="t", lane="train")
+        await live.session.bash("sleep 3000 &")
         while True:
-            output = await live.session.bash(f"sleep 300 & echo said-{number}")
+            output = await live.session.bash(f"echo said-{number}")
             if output.text != f"said-{number}":
                 raise AssertionError(f"sandbox {number} said {output}")
             with log.open("a") as file:

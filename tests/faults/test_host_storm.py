@@ -9,6 +9,7 @@ import random
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,10 +40,12 @@ def lines(log: Path) -> int:
 
 
 async def grown(log: Path, by: int, seconds: float = 60.0) -> None:
-    before = lines(log)
-    async with asyncio.timeout(seconds):
-        while lines(log) < before + by:
-            await asyncio.sleep(0.05)
+    """Wait until the host that writes `log` has got on by so many lines."""
+    before, until = lines(log), time.monotonic() + seconds
+    while lines(log) < before + by:
+        said = log.with_suffix(".err").read_text("utf-8", "replace")[-2000:]
+        assert time.monotonic() < until, f"{log.name} stands still at {before}: {said}"
+        await asyncio.sleep(0.05)
 
 
 def marked(place: Path) -> list[str]:

@@ -86,6 +86,7 @@ async def test_a_handler_can_not_go_on_without_its_sandbox(
     assert rollout.losses == 1
 
 
+@pytest.mark.slow
 async def test_a_handler_that_asks_other_things_starts_over(config: Config, crew: Workers, root: Path) -> None:
     _, run, _ = [crew.start(stage) for stage in ("init", "run", "eval")]
     async with RolloutClient(config=config) as client:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -15,8 +16,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from pipeline.config import load
 from tests.services import RedisService
 from workers.cli.app import rollout
+from workers.cli.base import line as line_of
 
 MINE = """
 from pydantic import BaseModel
@@ -366,3 +369,18 @@ def test_doctor_fails_on_a_redis_that_is_not_there(line: Line) -> None:
     result = line.call("--set=redis.url=redis://127.0.0.1:1", "doctor", "--json")
     assert result.exit_code == 1
     assert any(item["name"] == "redis" and item["grade"] == "fail" for item in json.loads(result.stdout))
+
+
+def test_ls_says_who_waits_for_a_place_and_why(line: Line) -> None:
+    assert line.ok("ls", "init", "--state", "place") == "nothing waits for a place in init\n"
+
+    async def put_one() -> None:
+        config = load(overrides=[word.removeprefix("--set=") for word in line.words], environ={})
+        async with line_of(config) as queue:
+            await queue.note_place("mine:Mine", True)
+
+    asyncio.run(put_one())
+    line.ok("enqueue", "-", text=GOOD)
+    (row,) = line.json("ls", "init", "--state", "place")
+    assert row["why"].startswith("waits ") and "in init: no live worker serves it" in row["why"]
+    assert row["why"][-40:] in line.ok("ls", "init", "--state", "place")

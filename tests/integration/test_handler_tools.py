@@ -6,7 +6,8 @@ from typing import Any
 
 from handlers.tools import READ_BYTES, TOOLS, answer
 from pipeline.interfaces import ToolCall
-from tests.sessions import boxed, image_cache, short_root, site
+from tests.boxes import Site
+from tests.sessions import boxed, image_cache, make, short_root, site
 from workers.sandbox.tools.session import Session
 
 __all__ = ["boxed", "image_cache", "short_root", "site"]
@@ -14,7 +15,7 @@ __all__ = ["boxed", "image_cache", "short_root", "site"]
 SAID: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("bash", {"command": "echo hi"}, "hi"),
     ("bash", {"command": "echo hi; (exit 3)"}, "hi\n[exit code 3]"),
-    ("bash", {"command": "sleep 60", "timeout": 0.1}, "\n[timed out]"),
+    ("bash", {"command": "sleep 60", "timeout": 0.1}, "[timed out after 0.1 s]"),
     ("bash", {"command": " "}, "Error: nothing was run: bash wants `command`, a text that is not empty."),
     ("bash", {"command": "true", "timeout": 0}, "Error: nothing was run: `timeout` is a number of seconds above 0."),
     ("bash", {"command": "true", "timeout": True}, "Error: nothing was run: `timeout` is a number of seconds above 0."),
@@ -43,6 +44,18 @@ async def test_a_call_is_answered_whatever_it_is(boxed: Session) -> None:
     assert (await answer(boxed, ToolCall("1", "bash", None, "no JSON"), ("bash",))).startswith(
         "Error: nothing was run: no JSON."
     )
+
+
+async def test_output_is_cut_to_the_setting(site: Site) -> None:
+    """`sandbox.output_bytes` counts head and tail together, for bash and for IPython."""
+    for most in (16_000, 2000):
+        made, _ = await make(site, "local", name=f"g.{most}-token", output_bytes=most)
+        flood = await answer(made, ToolCall("1", "bash", {"command": "seq 100000"}), ("bash",))
+        cell = await answer(made, ToolCall("1", "ipython", {"code": "print(*range(100000))"}), ("ipython",))
+        for text in (flood, cell):
+            assert most - 500 < len(text) < most + 100 and " bytes left out]" in text
+        assert flood.startswith("1\n2\n") and flood.endswith("\n100000")
+        await made.close()
 
 
 async def test_a_long_file_is_shown_in_parts(boxed: Session) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import shutil
 import signal
 import stat
@@ -170,7 +171,8 @@ async def test_a_registry_that_is_not_there_is_a_sentence_with_apptainers_words(
     ("name", "said"),
     [
         ("", "the image has no name: set sandbox.image"),
-        ("hots", "there is no image 'hots' on this machine: did you mean 'host'?"),
+        ("hots", "there is no image 'hots' on this machine: did you mean 'host'? (there are: debian, host, python; "),
+        ("mine", "). `rollout image build mine --from IMAGE --script FILE` makes one of this name"),
         ("/nowhere/x.sif", "there is no image at /nowhere/x.sif"),
         ("{folder}.sfi", "there is no image at {folder}.sfi: did you mean {folder}.sif?"),
         ("{folder}/opt", "the folder {folder}/opt is no image: it has neither bin nor usr/bin"),
@@ -305,6 +307,19 @@ async def test_a_failed_step_shows_its_output(config: Config) -> None:
             await step("trying", ["run", "sh", "-c", "echo no room >&2; exit 3"], scratch=staging, lock=lock)
 
 
+async def test_a_failed_step_says_first_what_its_error_was(config: Config, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    script = "echo I: working; echo E: Unable to locate package jqq; echo E: setup failed; exit 25"
+    async with Cache.of(config).building("k") as (staging, lock):
+        with pytest.raises(
+            SandboxError, match=r"trying failed \(exit code 25\): Unable to locate package jqq\nIts outp"
+        ):
+            await step("trying", ["run", "sh", "-c", script], scratch=staging, lock=lock)
+        assert caplog.messages == ["trying ..."]
+        await step("trying", ["run", "true"], scratch=staging, lock=lock)
+    assert re.fullmatch(r"trying: done, \d+\.\d s", caplog.messages[-1])
+
+
 def test_a_build_sees_nothing_of_the_workers_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("SECRET", "APPTAINERENV_X", "SINGULARITYENV_X", "APPTAINER_DOCKER_PASSWORD", "HTTPS_PROXY"):
         monkeypatch.setenv(name, "told")
@@ -389,6 +404,26 @@ async def test_the_longest_unused_go_first_and_only_as_many_as_needed(config: Co
     assert manage.evict(config).digests == []
 
 
+async def test_evict_says_which_went_and_counts_each_once(config: Config) -> None:
+    await fill(config, "aaaaaaaa", "bbbbbbbb", "cccccccc")
+    for name in ("one", "two"):
+        Cache.of(config).give_name(name, "bbbbbbbb")
+    code, said = await asyncio.to_thread(call, config, "image", "evict", "one", "two", "cccccccc")
+    lines = said.splitlines()
+    assert code == 0 and lines[:2] == ["evicted one, two (bbbbbbbb)", "evicted /cccccccc.sif (cccccccc)"]
+    assert lines[2].startswith("2 evicted, ") and [item.digest for item in manage.listed(config)] == ["aaaaaaaa"]
+
+
+async def test_a_name_that_is_taken_from_another_image_is_told(
+    config: Config, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    await fill(config, "aaaaaaaa", "bbbbbbbb")
+    for digest in ("aaaaaaaa", "aaaaaaaa", "bbbbbbbb"):
+        Cache.of(config).give_name("mine", digest)
+    assert caplog.messages == ["mine stands for the image bbbbbbbb now; before, it was aaaaaaaa"]
+
+
 async def test_one_in_use_is_never_evicted(config: Config) -> None:
     await fill(config, "aaaaaaaa", "bbbbbbbb")
     image = Cache.of(config).image("aaaaaaaa")
@@ -423,7 +458,7 @@ async def test_a_holder_that_is_killed_holds_nothing(config: Config) -> None:
         env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert holder.stdout is not None and holder.stdout.readline() == "held\n"
-    assert manage.evict(config, everything=True).in_use == ["/aaaaaaaa.sif"]
+    assert manage.evict(config, everything=True).in_use == ["/aaaaaaaa.sif (aaaaaaaa)"]
     holder.send_signal(signal.SIGKILL)
     holder.communicate()
     assert manage.evict(config, everything=True).digests == ["aaaaaaaa"]

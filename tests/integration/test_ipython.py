@@ -221,6 +221,20 @@ async def test_an_image_without_a_kernel_says_where_there_is_one(site: Site, mon
     await made.close()
 
 
+async def test_a_python_that_could_not_be_asked_is_no_image_without_a_kernel(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("python3", "python"):
+        (tmp_path / name).write_text("#!/bin/sh\nkill -9 $$\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setattr(kernel.sys, "executable", "/nowhere/python")
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    made, _ = await make(site, "local")
+    with pytest.raises(SandboxError, match=r"(?s)could not be found out .*python ended with 137"):
+        await made.ipython("1")
+    await made.close()
+
+
 KERNELS = """
 import asyncio, sys
 from pathlib import Path

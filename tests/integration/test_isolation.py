@@ -7,14 +7,18 @@ import http.server
 import os
 import socket
 import subprocess
+import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from pipeline.errors import SandboxError
 from tests.boxes import ISOLATING, Site, image_cache, run, short_root, site, until
 from workers.sandbox import processes
+from workers.sandbox.images import host
 
 __all__ = ["image_cache", "short_root", "site"]
 
@@ -31,6 +35,35 @@ def listener() -> Iterator[int]:
     server.shutdown()
     thread.join()
     server.server_close()
+
+
+@isolating
+@pytest.mark.parametrize("place", ["/tmp", "/var/tmp"])
+async def test_a_python_that_lies_under_tmp(kind: str, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is there inside; when the agent puts a link in its place, a restart makes nothing where that points."""
+    with tempfile.TemporaryDirectory(prefix="box-", dir=place) as folder:
+        prefix, outside = Path(folder, "deep/prefix"), Path(folder, "outside")
+        prefix.mkdir(parents=True)
+        outside.mkdir()
+        (prefix / "file").write_text("seen")
+        monkeypatch.setattr(sys, "prefix", str(prefix))
+        host.digest.cache_clear()
+        site = Site(Path(folder, "host"), Path(folder, "cache"))
+        try:
+            box = await site.box(kind)
+            mode = "1777" if kind == "apptainer" else "700"
+            assert await run(box, 'cat "$1/file"; stat -c %a "$2"', str(prefix), place) == (0, f"seen{mode}")
+            await box.restart()
+            assert (await run(box, 'cat "$1/file"; touch "$1/new"', str(prefix))).text.startswith("seen")
+            target = f"/oldroot{outside}" if kind == "bubblewrap" else str(outside)  # as bwrap sees it when it mounts
+            assert (await run(box, 'mv "$1" "$1.old" && ln -s "$2" "$1"', f"{folder}/deep", target)).code == 0
+            with pytest.raises(SandboxError, match="must be a folder"):
+                await box.restart()
+            assert list(outside.iterdir()) == []
+            assert [path.name for path in prefix.iterdir()] == ["file"]
+        finally:
+            await site.close()
+            host.digest.cache_clear()
 
 
 CONNECT = """

@@ -13,10 +13,11 @@ import pytest
 
 from pipeline.audit import audit
 from pipeline.client import RolloutClient
-from pipeline.envelope import Task
-from pipeline.errors import Incomplete
+from pipeline.envelope import Stage, Task
+from pipeline.errors import ConfigError, Incomplete
 from tests.integration.crew import all_of, configured, serving
 from tests.services import RedisService
+from workers.loop import Worker
 
 
 def task(handler: str, **data: Any) -> Task:
@@ -125,3 +126,25 @@ async def test_a_lane_leaves_a_reserve_to_the_others(redis_service: RedisService
                 await asyncio.sleep(0.05)
         waiting = (await client.status())["stages"]["init"]["place"]
         assert waiting == {"train": 3, "eval": 2}
+
+
+async def test_a_worker_that_can_make_no_sandbox_does_not_start_and_claims_nothing(line: Any, root: Path) -> None:
+    client, config = line
+    (id,) = await client.enqueue([task("Shell", commands=["true"])])
+    broken = config.changed({"sandbox.driver": "apptainer", "sandbox.image": str(root / "nowhere.sif")})
+    with pytest.raises(ConfigError, match=r"can't make sandboxes \(sandbox.driver is 'apptainer'\).*nowhere.sif"):
+        await Worker(broken, Stage.INIT, 2).run()
+    assert (await client.status())["stages"]["init"]["ready"]["train"] == 1
+    assert not list(root.glob("*/*"))
+    await client.cancel([id])
+
+
+async def test_a_root_on_a_long_path_is_gone_to_by_a_short_way(redis_service: RedisService, root: Path) -> None:
+    long = root / ("x" * 120)
+    config = configured(redis_service, sandbox__root=str(long), sandbox__max_live=2)
+    async with RolloutClient(config=config) as client, serving(config) as crew:
+        (rollout,) = await all_of(client, [task("Shell", commands=["echo hi"])])
+        assert rollout.outcome == "scored" and rollout.evidence["said"] == ["hi"], rollout
+        short = crew["init"].hosting.host._short.name
+        assert list(long.glob("*/*/owner"))
+    assert not long.exists() and not Path(short).exists()

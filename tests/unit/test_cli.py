@@ -174,6 +174,38 @@ def test_try_shows_only_the_users_own_code(tmp_path: Path, monkeypatch: pytest.M
     assert "stages.py" in call("try", "mine_that_raises:Mine", "--task", "{}", "--traceback").stderr
 
 
+def test_try_says_how_to_give_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine_wants_k.py").write_text(
+        "from pipeline import AgentHandler\nfrom pydantic import BaseModel\n\n\nclass Mine(AgentHandler):\n"
+        "    class Task(BaseModel):\n        k: str\n\n    async def run(self, ctx): ...\n\n"
+        "    async def eval(self, ctx):\n        return 1.0\n"
+    )
+    bare, empty = call("try", "mine_wants_k:Mine"), call("try", "mine_wants_k:Mine", "--data", "{}")
+    assert "say --data JSON, or --tasks FILE" in bare.stderr and "field 'k' is missing" in bare.stderr
+    assert "Error: --data: Mine: field 'k' is missing" in empty.stderr
+    demo = call("demo", "--handler", "mine_wants_k:Mine")
+    assert "say --tasks FILE" in demo.stderr and "--data" not in demo.stderr
+    assert (bare.exit_code, empty.exit_code, demo.exit_code) == (1, 1, 1)
+
+
+@pytest.mark.parametrize("sandbox", [{"imgae": "x"}, {"image": "x", "network": "host"}])
+def test_try_of_what_the_sandbox_refuses_is_one_sentence(
+    sandbox: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    name = f"mine_boxed_{len(sandbox)}"
+    (tmp_path / f"{name}.py").write_text(
+        f"from pipeline import AgentHandler\n\n\nclass Mine(AgentHandler):\n    sandbox = {sandbox!r}\n\n"
+        "    async def run(self, ctx): ...\n\n    async def eval(self, ctx):\n        return 1.0\n"
+    )
+    words = ("--set", f"sandbox.root={tmp_path}", "try", f"{name}:Mine", "--data", "{}")
+    result = call(*words)
+    lines = result.stderr.splitlines()
+    assert [line for line in lines if " warning " not in line] == [lines[-1]]
+    assert lines[-1].startswith("failed, kind handler: ") and "Traceback" in call(*words, "--traceback").stderr
+
+
 def test_try_of_an_unknown_handler_lists_the_known() -> None:
     result = call("try", "ecko")
     assert result.exit_code == 1

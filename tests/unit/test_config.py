@@ -100,7 +100,10 @@ def test_text_stays_text(word: str) -> None:
     ("text", "match"),
     [
         ("workers: {run: {concurency: 3}}", r"^config\.yaml: workers\.run\.concurency: unknown key \(valid: slots\)$"),
-        ("reddis: {}", r"^config\.yaml: reddis: unknown key \(valid: handlers, images, keep, lease, .*workers\)$"),
+        (
+            "reddis: {}",
+            r"^config\.yaml: reddis: unknown key \(did you mean redis\? valid: handlers, images, .*workers\)$",
+        ),
         ("lease: {seconds: soon}", r"^config\.yaml: lease\.seconds: 'soon' is wrong, wanted a number$"),
         ("lease: {seconds: '30'}", r"lease\.seconds: '30' is wrong, wanted a number"),
         ("lease: {seconds: true}", r"lease\.seconds: True is wrong, wanted a number"),
@@ -114,7 +117,7 @@ def test_text_stays_text(word: str) -> None:
         ("line: {lanes: {}}", r"line\.lanes: \{\} is wrong, wanted at least one entry"),
         ("line: {lanes: {a: 0}}", r"line\.lanes\.a: 0 is wrong, wanted greater than or equal to 1"),
         ("line: {name: a b}", r"line\.name: 'a b' is wrong, wanted text that matches"),
-        ("sandbox: {driver: docker}", r"sandbox\.driver: 'docker' is wrong"),
+        ("sandbox: {driver: docker}", r"\.driver: 'docker' is wrong, wanted one of local, bubblewrap, apptainer$"),
         ("lease: {beat: 20}", r"lease\.beat: 20\.0 s is more than half of lease\.seconds"),
         ("lease: {seconds: 3, beat: 1, tick: 2}", r"lease\.tick: 2\.0 s is more than half"),
         ("limits: {loop_dead: 20}", r"limits\.loop_dead: 20\.0 s must be longer than limits\.loop_stall"),
@@ -162,7 +165,10 @@ def test_a_wrong_override_is_a_sentence() -> None:
     fails(r"^--set lease: wanted section\.key=value$", overrides=["lease"])
     fails(r"^--set =1: wanted", overrides=["=1"])
     fails(r"^--set a\.b=1: a: unknown key \(valid: handlers", overrides=["a.b=1"])
-    fails(r"^--set lease\.beet=1: lease\.beet: unknown key \(valid: beat, done_seconds", overrides=["lease.beet=1"])
+    fails(
+        r"^--set lease\.beet=1: lease\.beet: unknown key \(did you mean beat\? valid: beat, ",
+        overrides=["lease.beet=1"],
+    )
 
 
 def test_changed_makes_a_checked_copy() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -198,3 +200,20 @@ def test_a_scorer_that_an_answer_breaks_gives_nothing(monkeypatch: pytest.Monkey
 )
 def test_answers_are_found(text: str, answer: str | None) -> None:
     assert reason.extract(text)[0] == answer
+
+
+@pytest.mark.parametrize(("module", "quiet"), [("handlers.gym", True), ("reasoning_gym", False)])
+def test_reasoning_gym_comes_without_its_dependencies_warnings(module: str, quiet: bool, tmp_path: Path) -> None:
+    for name, text in (
+        ("cellpylib/__init__.py", "x = 1\nx is 1\n"),
+        ("reasoning_gym/__init__.py", "import cellpylib\n"),
+        ("reasoning_gym/factory.py", "DATASETS = {}\n"),
+    ):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    root = Path(__file__).parents[2]
+    environ = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{root}"}
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", f"import {module}"], env=environ, cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and ("SyntaxWarning" not in done.stderr) is quiet, done.stderr

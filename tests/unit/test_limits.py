@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.config import Config
-from pipeline.errors import HandlerError
+from pipeline.errors import ConfigError, HandlerError
 from workers.sandbox.box import Spec
 from workers.sandbox.boxes.limits import MB, Cgroup, Limits, find_hierarchy, make_cgroup, prefix
 from workers.sandbox.boxes.subtrees import Usage, largest, main_of, without_main
@@ -45,7 +45,7 @@ def version_1(folder: Path) -> tuple[Path, Path]:
     ("site", "asked", "expected"),
     [
         ({}, {}, (4096 * MB, 512, 10_240 * MB, 0.0)),
-        ({"memory_mb": 100}, {"memory_mb": 50, "processes": 3, "disk_mb": 7}, (50 * MB, 3, 7 * MB, 0.0)),
+        ({"memory_mb": 100}, {"memory_mb": 50, "processes": 30, "disk_mb": 7}, (50 * MB, 30, 7 * MB, 0.0)),
         (
             {"memory_mb": 100, "cpus": 2.0},
             {"memory_mb": 500, "processes": 9999, "cpus": 8.0},
@@ -65,6 +65,22 @@ def test_a_task_lowers_and_never_raises(
     assert disk is None or limits.disk == disk
 
 
+@pytest.mark.parametrize("asked", [{"memory_mb": 31}, {"processes": 15}])
+def test_limits_that_no_sandbox_can_live_with_are_told(asked: dict[str, int]) -> None:
+    name, value = next(iter(asked.items()))
+    with pytest.raises(HandlerError, match=f"{name} = {value}: a sandbox needs {value + 1}"):
+        Limits.of(Config().sandbox, Spec(**asked))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=f"sandbox.{name} is {value}: a sandbox needs {value + 1}"):
+        Limits.of(Config().changed({f"sandbox.{name}": value}).sandbox, Spec())
+
+
+def test_files_larger_than_the_disk_limit_are_told() -> None:
+    spec = Spec(files={"a": "x" * MB, "b": b"y"}, disk_mb=1)
+    with pytest.raises(HandlerError, match="`files` of 2 MB where disk_mb is 1"):
+        Limits.of(Config().sandbox, spec).check_files(spec)
+    LIMITS.check_files(spec)
+
+
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
@@ -72,8 +88,8 @@ def test_a_task_lowers_and_never_raises(
         ({"files": {"a/../../x": ""}}, "files: .*inside the home"),
         ({"files": {"x\0": ""}}, "files: .*inside the home"),
         ({"memory_mb": 0}, "memory_mb: "),
-        ({"network": "all"}, r"network\."),
-        ({"images": "x"}, "images: .*known: image, files"),
+        ({"network": "all"}, "network: 'all' is wrong"),
+        ({"images": "x"}, "images: .*valid: image, files"),
     ],
 )
 def test_what_cant_be_asked_for_is_told_with_its_key(asked: dict[str, object], said: str) -> None:
@@ -137,6 +153,7 @@ def test_counters_of_a_cgroup(tmp_path: Path) -> None:
 def test_what_stands_before_a_command(tmp_path: Path) -> None:
     plain = prefix(LIMITS, None, count_processes=True)
     assert plain[1:] == ["--core=0", f"--fsize={32 * MB}", f"--data={64 * MB}", "--nproc=40", "--"]
+    assert "--nproc=47" in prefix(LIMITS, None, count_processes=True, beside=7)
     assert "--nproc=40" not in prefix(LIMITS, None, count_processes=False)
     group = Cgroup(1, {"memory": tmp_path / "a b", "pids": tmp_path / "c"})
     held = prefix(LIMITS, group, count_processes=True)

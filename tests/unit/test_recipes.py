@@ -32,6 +32,11 @@ def test_the_python_recipe_has_a_kernel_for_the_ipython_tool() -> None:
     assert "python3-ipykernel" in recipes.render("python").packages
 
 
+@pytest.mark.parametrize("name", ["debian", "python"])
+def test_pip_may_install_beside_debians_packages(name: str) -> None:
+    assert "break-system-packages = true" in recipes.render(name).script
+
+
 @pytest.mark.parametrize(
     ("name", "given", "said"),
     [

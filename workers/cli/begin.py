@@ -19,6 +19,7 @@ from workers.interrupt import Interrupted
 
 BESIDE = "tasks.jsonl"
 """A handler's own tasks, where its folder has such a file."""
+SAY_TASKS = "say --tasks FILE (JSON lines)"
 
 
 @click.command(cls=Command)
@@ -77,8 +78,11 @@ def need_tokenizer(config: Config, url: str) -> None:
         raise ConfigError(f"policy.tokenizer is empty: give the folder of the tokenizer.json that {url} serves with")
 
 
-def tasks_for(handler: str, file: str | None, config: Config, count: int) -> list[Task]:
-    """`count` checked tasks at most: of the file, else the handler's own. Raises TaskError, UnknownHandler."""
+def tasks_for(handler: str, file: str | None, config: Config, count: int, mend: str = SAY_TASKS) -> list[Task]:
+    """`count` checked tasks at most: of the file, else the handler's own. Raises TaskError, UnknownHandler.
+
+    `mend`: what to do about a handler that has none.
+    """
     from workers.demo import example_tasks
     from workers.workshop import handlers_path
 
@@ -93,8 +97,12 @@ def tasks_for(handler: str, file: str | None, config: Config, count: int) -> lis
         for task in tasks:
             checker.check(task)
         if not tasks:
-            checker.check(Task(handler=handler))  # an unknown handler is told first
-            raise TaskError(f"handler {handler!r} has no tasks of its own here: say --tasks FILE (JSON lines)")
+            none = f"handler {handler!r} has no tasks of its own here: {mend}"
+            try:
+                checker.check(Task(handler=handler))  # an unknown handler is told first
+            except TaskError as error:
+                raise TaskError(f"{none}; of no data it says: {error}") from None
+            raise TaskError(none)
         return tasks
     try:
         with Path(file).open("rb") as lines:
@@ -158,12 +166,15 @@ def _one_task(handler: str, text: str | None, file: str | None, config: Config) 
     from workers.workshop import handlers_path
 
     if text is None:
-        return tasks_for(handler, file, config, 1)[0]
+        return tasks_for(handler, file, config, 1, "say --data JSON, or --tasks FILE (JSON lines)")[0]
     try:
         task = jsonl.parse(text, handler)
     except TaskError as error:
-        raise click.UsageError(f"--task: {error}") from None
-    jsonl.Checker(handlers_path(config)).check(task)
+        raise click.UsageError(f"--data: {error}") from None
+    try:
+        jsonl.Checker(handlers_path(config)).check(task)
+    except TaskError as error:
+        raise TaskError(f"--data: {error}") from None
     return task
 
 

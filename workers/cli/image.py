@@ -45,10 +45,12 @@ def build_(
     from workers.sandbox.images import build, manage, recipes
     from workers.sandbox.images.cache import Cache
 
-    settings(ctx).logs()
+    settings(ctx).logs("info")  # a line for each step: some take minutes
     config = settings(ctx).config()
     if not base and name not in recipes.names():
-        raise click.UsageError(f"{name!r} is no recipe (recipes: {', '.join(recipes.names())}): say --from IMAGE")
+        raise click.UsageError(
+            f"{name!r} is no recipe (recipes: {', '.join(recipes.names())}): say --from IMAGE --script FILE"
+        )
     if not base and script:
         raise click.UsageError(f"a script makes an image of another name: `image build NEW --from {name} --script ...`")
     text = manage.read_script(script) if script else ""
@@ -74,7 +76,7 @@ def pull(ctx: click.Context, url: str, name: str, again: bool, as_json: bool) ->
     from workers.sandbox.images.cache import Cache
     from workers.sandbox.images.resolve import pull as fetch, pullable
 
-    settings(ctx).logs()
+    settings(ctx).logs("info")
     if not pullable(url):
         raise click.UsageError(
             f"{url!r} is no registry's URL and no archive: docker://, oras://, oci-archive:FILE, ..."
@@ -124,7 +126,7 @@ def prefetch(ctx: click.Context, names: tuple[str, ...], as_json: bool) -> None:
     """Make images ready before a rollout asks for them: NAMES, or those of images.prefetch."""
     from workers.sandbox.images import manage
 
-    settings(ctx).logs()
+    settings(ctx).logs("info")
     config = settings(ctx).config()
     if not names and not config.images.prefetch:
         raise click.UsageError("name images, or set images.prefetch")
@@ -153,6 +155,10 @@ def evict(ctx: click.Context, names: tuple[str, ...], everything: bool, as_json:
     if as_json:
         say(asdict(done))
     else:
+        for name in done.names:
+            click.echo(f"evicted {name}")
         click.echo(f"{len(done.digests)} evicted, {done.freed / MB:.1f} MB are free again")
+        if everything and done.in_use:
+            click.echo(f"in use, so still there: {'; '.join(done.in_use)}")
     if names and done.in_use:
         raise SandboxError(f"in use, so not evicted: {'; '.join(done.in_use)}")

@@ -70,7 +70,15 @@ def depth(ctx: click.Context, as_json: bool) -> None:
 def ls(ctx: click.Context, stage: str, state: str, lane: str, start: int, count: int, as_json: bool) -> None:
     """List rollouts of STAGE, in the order in which they will be taken."""
     check_lane(settings(ctx).config(), lane)
-    rows = read(ctx, lambda queue: inspect.page(queue, stage, state, lane, start, count))
+
+    async def look(queue: Queue) -> list[dict[str, Any]]:
+        rows = await inspect.page(queue, stage, state, lane, start, count)
+        if state == "place":
+            places = await inspect.where(queue, [row["id"] for row in rows])
+            rows = [{**row, "why": places[row["id"]].why if row["id"] in places else ""} for row in rows]
+        return rows
+
+    rows = read(ctx, look)
     if as_json:
         say(rows)
         return
@@ -89,12 +97,12 @@ def ls(ctx: click.Context, stage: str, state: str, lane: str, start: int, count:
     table(
         ("id", "lane", "attempts", "losses", f"{state} for", "owner", "why"),
         shown,
-        none=f"nothing is {state} in {stage}",
+        none=f"nothing waits for a place in {stage}" if state == "place" else f"nothing is {state} in {stage}",
     )
 
 
 def _reason(row: dict[str, Any]) -> str:
-    words = [row["outcome"], f"{row['kind']}: {row['why']}" if row["kind"] else ""]
+    words = [row["outcome"], f"{row['kind']}: {row['why']}" if row["kind"] else row["why"]]
     return " ".join(filter(None, words)).partition("\n")[0][:100]
 
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from pipeline.config_sources import is_wrong, unknown_key
 from pipeline.errors import HandlerError
 from workers.sandbox.processes import Process
 
@@ -22,6 +23,9 @@ class Allow(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     allow: list[str]
+
+
+NETWORK_FORMS = '"none", "host" or {"allow": [hosts]}, as in {"allow": ["example.org", "*.example.org:8443"]}'
 
 
 class Spec(BaseModel):
@@ -53,15 +57,22 @@ class Spec(BaseModel):
 
     @classmethod
     def of(cls, asked: Mapping[str, Any]) -> Spec:
-        """A handler's map, checked. Raises HandlerError that names the key."""
+        """A handler's map, checked. Raises HandlerError: for each mistake the key, the value and what is wanted."""
         try:
             return cls.model_validate(dict(asked))
         except ValidationError as error:
-            first = error.errors()[0]
-            place = ".".join(str(part) for part in first["loc"]) or "sandbox"
-            raise HandlerError(
-                f"the handler's `sandbox` can't be met: {place}: {first['msg']} (known: {', '.join(cls.model_fields)})"
-            ) from None
+            said = [cls._sentence(item, asked) for item in error.errors()]
+            sentences = "; ".join(dict.fromkeys(said))  # a union tells one mistake once for each of its forms
+            raise HandlerError(f"the handler's `sandbox` can't be met: {sentences}") from None
+
+    @classmethod
+    def _sentence(cls, item: Any, asked: Mapping[str, Any]) -> str:
+        place = ".".join(str(part) for part in item["loc"] if part != "[key]")
+        if place.startswith("network."):
+            return f"network: {is_wrong({**item, 'input': asked['network']}, NETWORK_FORMS)}"
+        if item["type"] == "extra_forbidden":
+            return f"{place}: {unknown_key(place, list(cls.model_fields))}"
+        return f"{place}: {item['ctx']['error'] if item['type'] == 'value_error' else is_wrong(item)}"
 
 
 class Box(Protocol):

@@ -23,7 +23,7 @@ from pipeline.config import Config
 from pipeline.connection import redacted
 from pipeline.errors import ConfigError, LineError, SandboxError
 from pipeline.queue import Queue
-from workers.sandbox.boxes import orphans
+from workers.sandbox.boxes import layout, orphans
 from workers.sandbox.client import this_machine
 from workers.sandbox.server import Server
 from workers.sandbox.stock import Stock, make_stock
@@ -33,8 +33,8 @@ log = logging.getLogger(__name__)
 LOOK_SECONDS = 1.0
 """Between two looks at whether the sandboxes are still wanted; a ring of the doorbell comes before."""
 
-_LONGEST_SOCKET = 100
-"""Bytes of a Unix socket's path; the kernel takes 107."""
+LONGEST_ROOT = layout.LONGEST_SOCKETS - len("/0123456789ab/run")
+"""Bytes of a host's root: what stands below it must fit into the path of a Unix socket."""
 
 
 def sandbox_root(config: Config) -> Path:
@@ -82,6 +82,21 @@ def _keep_others_out(folder: Path) -> None:
         folder.chmod(stat.S_IMODE(about.st_mode) & ~0o022)
 
 
+def _short_way(parent: Path, name: str) -> tuple[tempfile.TemporaryDirectory[str] | None, Path]:
+    """The host's root: `parent / name`; where that is too long for the sockets below it, the same by a short way.
+
+    The short way is a link in a folder of its own, which lives as long as the host.
+    """
+    root = parent / name
+    if len(os.fsencode(root)) <= LONGEST_ROOT:
+        return None, root
+    parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    short = tempfile.TemporaryDirectory(prefix="ro-", dir="/tmp")
+    link = Path(short.name, "r")
+    link.symlink_to(parent)
+    return short, link / name
+
+
 class Host:
     """`stock`: the sandboxes. `rung`: set it to have a look at once."""
 
@@ -99,19 +114,20 @@ class Host:
     async def open(cls, config: Config, name: str, queue: Queue | None = None) -> Host:
         """Claim a root folder; with a queue, serve as the host called `name`. Raises ConfigError, SandboxError."""
         parent = sandbox_root(config)
-        root = parent / secrets.token_hex(4)
+        short, root = _short_way(parent, secrets.token_hex(4))
         owner = await asyncio.to_thread(orphans.claim_root, root)
         host = None
         try:
             for folder in [parent] if config.sandbox.root else [parent.parent, parent]:
                 _keep_others_out(folder)
             host = cls(config, make_stock(config, root), root, owner, queue)
+            host._short = short
             if queue is not None:
-                host._server = Server(host.stock, queue, host._socket(), reachable_address(config))
+                host._server = Server(host.stock, queue, root / "host.sock", reachable_address(config))
                 address = await host._server.start()
                 host.stock.address = {"host": name, "node": this_machine(), **address}
                 host._watching = asyncio.create_task(host._watch())
-                host._sweeping = asyncio.create_task(host._sweep(parent))
+            host._sweeping = asyncio.create_task(host._sweep(parent))
         except BaseException:
             if host is not None:
                 await host.close()
@@ -119,12 +135,19 @@ class Host:
             raise
         return host
 
-    def _socket(self) -> Path:
-        path = self._root / "host.sock"
-        if len(os.fsencode(path)) <= _LONGEST_SOCKET:
-            return path
-        self._short = tempfile.TemporaryDirectory(prefix="rollout-host-", dir="/tmp")
-        return Path(self._short.name) / "s"
+    async def prove(self) -> None:
+        """Make one plain sandbox and end it. Raises ConfigError where that fails: a host that can make none would claim
+        rollout after rollout, and fail each."""
+        token = secrets.token_hex(4)
+        try:
+            await self.stock.prepare({}, id="proof", token=token, lane="")
+        except (LineError, OSError) as error:
+            sandbox = self._config.sandbox
+            raise ConfigError(
+                f"this worker can't make sandboxes (sandbox.driver is {sandbox.driver!r}): {error}. `rollout doctor` "
+                "looks at all that it needs"
+            ) from error
+        await self.stock.discard(f"proof-{token}")
 
     async def look(self) -> int:
         """Discard what no rollout names any more; returns how many. Raises RedisUnavailable, and discards nothing."""
@@ -181,9 +204,10 @@ class Host:
 
     def _leave(self) -> None:
         """Give the root folder up, and remove it with its parents where nothing is left in them."""
+        parent = self._root.parent.resolve()  # the short way ends with this host
         if self._root.is_dir() and not orphans.boxes(self._root):  # else a sweep sees to the rest
             shutil.rmtree(self._root)
         self._owner.close()
-        for folder in (self._root.parent, self._root.parent.parent):
+        for folder in (parent, parent.parent):
             with contextlib.suppress(OSError):  # another host's, or the user's own
                 folder.rmdir()

@@ -125,11 +125,40 @@ def proportional(pid: int) -> int | None:
         return None
 
 
-def written(pid: int) -> int:
-    """Bytes that the process had written to disk; 0 where that can't be read."""
+class Written(NamedTuple):
+    """Bytes that a process, with those of its children that it waited for, had written to disk, and gave to `write`."""
+
+    disk: int
+    handed: int
+
+    def since(self, before: Written) -> Written:
+        return Written(self.disk - before.disk, self.handed - before.handed)
+
+
+def written(pid: int) -> Written:
+    """Nothing where that can't be read."""
     try:
         with open(f"/proc/{pid}/io", "rb") as file:
-            return next((int(line.split()[1]) for line in file if line.startswith(b"write_bytes:")), 0)
+            found = dict(line.split(b": ") for line in file)
+        return Written(int(found[b"write_bytes"]), int(found[b"wchar"]))
+    except (OSError, KeyError, ValueError):
+        return Written(0, 0)
+
+
+def beside(keeper: int) -> int:
+    """Threads in the user namespace of the process `keeper` that are not its own; 0 where that is also ours.
+
+    They count where the kernel counts this user's processes in that namespace.
+    """
+    space = _user_namespace(keeper)
+    if not space or space == _user_namespace(os.getpid()):
+        return 0
+    return sum(use(pid).threads for pid in _table() if pid != keeper and _user_namespace(pid) == space)
+
+
+def _user_namespace(pid: int) -> int:
+    try:
+        return os.stat(f"/proc/{pid}/ns/user").st_ino
     except OSError:
         return 0
 

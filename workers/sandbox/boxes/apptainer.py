@@ -12,7 +12,7 @@ from typing import Literal
 from pipeline.config import Config
 from pipeline.errors import HandlerError, SandboxError
 from workers.sandbox.box import Allow, Spec
-from workers.sandbox.boxes import aids, environment, machine
+from workers.sandbox.boxes import aids, environment, layout, machine
 from workers.sandbox.boxes.instance import Instance
 from workers.sandbox.boxes.keeper import COMMAND, Keeper
 from workers.sandbox.boxes.kept import FirstProcess, KeptBox, KeptDriver, Setting
@@ -63,7 +63,7 @@ class Apptainer(KeptDriver):
     async def _start(self, spec: Spec, name: str) -> ApptainerBox:
         program = shutil.which("apptainer")
         if program is None:
-            raise SandboxError("apptainer is not installed here: install it, or set sandbox.driver")
+            raise SandboxError("apptainer is not installed here: install it, or set sandbox.driver to another")
         held = await self._aids(), await resolve(self._config, spec.image or self._config.sandbox.image)
         try:
             return await self._try(spec, name, program, *held)
@@ -135,9 +135,13 @@ class ApptainerBox(KeptBox):
     def _options(self) -> list[str]:
         folder = self.folder
         (folder / "hosts").write_text(machine.HOSTS, "utf-8")
-        if self.pid is None:  # at the first start alone: later the agent may have put links in the home
-            for place in folders_under(self._image, self.home):
-                (folder / "home" / place).mkdir(parents=True, exist_ok=True)
+        temporary = folder / "tmp" / "tmp", folder / "tmp" / "var_tmp"  # what Apptainer calls them
+        if self.pid is None:
+            for place in temporary:
+                place.mkdir()
+                place.chmod(0o1777)
+        for inside, outside in zip((self.home, "/tmp", "/var/tmp"), (folder / "home", *temporary), strict=True):
+            layout.make_below(outside, folders_under(self._image, inside))
         options = ["--containall", "--cleanenv", "--no-eval", "--fakeroot", "--uts", "--hostname", "sandbox"]
         options += ["--no-mount", "bind-paths,sys", "--overlay", str(folder / "over"), "--workdir", str(folder / "tmp")]
         options += ["--home", f"{folder / 'home'}:{self.home}"]

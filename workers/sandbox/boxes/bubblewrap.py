@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pipeline.errors import HandlerError, SandboxError
 from workers.sandbox.box import Spec
-from workers.sandbox.boxes import aids, environment, machine
+from workers.sandbox.boxes import aids, environment, layout, machine
 from workers.sandbox.boxes.keeper import COMMAND, Keeper
 from workers.sandbox.boxes.kept import KeptBox, KeptDriver, Setting
 
@@ -21,10 +21,13 @@ class Bubblewrap(KeptDriver):
 
     async def _start(self, spec: Spec, name: str) -> BubblewrapBox:
         if spec.image:
-            raise HandlerError(f"the task wants the image {spec.image!r}; bubblewrap has none: set sandbox.driver")
+            raise HandlerError(
+                f"the task wants the image {spec.image!r}; bubblewrap has none: set sandbox.driver to apptainer, "
+                "or drop `image`"
+            )
         program = shutil.which("bwrap")
         if program is None:
-            raise SandboxError("bwrap is not installed here: install bubblewrap, or set sandbox.driver")
+            raise SandboxError("bwrap is not installed here: install bubblewrap, or set sandbox.driver to another")
         aid = await self._aids()
         return await self._started(BubblewrapBox(await self._setting(spec, name), program, aid))
 
@@ -43,6 +46,7 @@ class BubblewrapBox(KeptBox):
         return await Keeper.start(self._launch(), env, self.said, self._config.sandbox.start_timeout)
 
     def _launch(self) -> list[str]:
+        interpreter = _interpreter()
         argv = [self._program, "--unshare-all", "--as-pid-1", "--die-with-parent", "--new-session", "--clearenv"]
         argv += ["--uid", "0", "--gid", "0", "--hostname", "sandbox"]
         if not self.own_network:
@@ -55,7 +59,12 @@ class BubblewrapBox(KeptBox):
         argv += ["--bind", str(self.sockets), self.sockets_inside]
         argv += ["--bind", str(self.folder / "over"), "/dev/shm"]
         argv += ["--ro-bind", str(self._aid), aids.INSIDE]
-        argv += _interpreter() + self._accounts()
+        for inside, outside in (("/tmp", "tmp"), ("/var/tmp", "tmp"), (self.home, "home")):
+            below = [Path(place) for _, place in interpreter if Path(place).is_relative_to(inside)]
+            layout.make_below(self.folder / outside, [str(place.relative_to(inside)) for place in below])
+        for prefix, place in interpreter:
+            argv += ["--ro-bind", prefix, place]
+        argv += self._accounts()
         argv += ["--remount-ro", "/dev", "--remount-ro", "/"]  # memory there would count for nobody
         return [*argv, "--chdir", self.home, "--", *COMMAND]
 
@@ -87,11 +96,14 @@ def _system() -> list[str]:
     return argv
 
 
-def _interpreter() -> list[str]:
-    """The running Python with its packages, where it lies outside /usr: an IPython kernel is started from it."""
-    argv = []
-    for prefix in dict.fromkeys((sys.base_prefix, sys.prefix)):
-        for place in dict.fromkeys((prefix, os.path.realpath(prefix))):
-            if not Path(place).is_relative_to("/usr"):
-                argv += ["--ro-bind", prefix, place]
-    return argv
+def _interpreter() -> list[tuple[str, str]]:
+    """The running Python with its packages, where it lies outside /usr: an IPython kernel is started from it.
+
+    (folder of this machine, where it is seen inside).
+    """
+    return [
+        (prefix, place)
+        for prefix in dict.fromkeys((sys.base_prefix, sys.prefix))
+        for place in dict.fromkeys((prefix, os.path.realpath(prefix)))
+        if not Path(place).is_relative_to("/usr")
+    ]

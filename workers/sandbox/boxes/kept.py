@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import secrets
 import shutil
+import signal
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,6 +42,12 @@ KEEPER = "keeper"
 
 SOCKETS_INSIDE = "/run/rollout"
 STEP_SECONDS = 10.0
+
+_OF_LIMITS = re.compile(
+    r"resource temporarily unavailable|cannot fork|cannot allocate memory|out of memory", re.IGNORECASE
+)
+"""What programs say where a limit of the sandbox stopped them."""
+_KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
 
 
 class FirstProcess(Protocol):
@@ -91,6 +99,8 @@ class KeptBox(ABC):
         self._base: dict[str, str] = {}
         self._keeper: FirstProcess | None = None
         self._gate: Gate | None = None
+        self._counted = self.group is None and nproc_counts_sandbox()
+        self._beside = 0
 
     @abstractmethod
     async def _start_keeper(self) -> FirstProcess:
@@ -118,6 +128,7 @@ class KeptBox(ABC):
         try:
             keeper = self._keeper = await self._start_keeper()
             self.pid = keeper.pid
+            self._beside = processes.beside(keeper.pid) if self._counted else 0
             (self.folder / KEEPER).write_text(processes.identity(keeper.pid), "utf-8")
             if self.group is not None:
                 self.group.add(keeper.pid)
@@ -137,16 +148,19 @@ class KeptBox(ABC):
             return
         test = "test -d" if os.path.isabs(self.spec.workdir) else "mkdir -p --"
         argv = self.command(["/bin/sh", "-c", f'{test} "$1"', "sh", self.workdir])
+        missing = f"the sandbox has no folder {self.workdir!r} to start in"
         try:
-            await self._run_inside(argv, "")
-        except SandboxError:
-            raise HandlerError(f"the sandbox has no folder {self.workdir!r} to start in: correct `workdir`") from None
+            await self._run_inside(argv, missing)
+        except _Refused:
+            raise HandlerError(f"{missing}: correct `workdir`") from None
 
     async def _run_inside(self, argv: Sequence[str], what: str) -> None:
         """Run a command line of ours to its end. Raises SandboxError that begins with `what`, OSError."""
         code, said = await programs.run(argv, seconds=STEP_SECONDS, env=self.environment())
+        if code in _KILLED or (code != 0 and _OF_LIMITS.search(said)):
+            raise SandboxError(f"{what}: {said[-300:] or 'the program was killed'}{self.limits.told()}")
         if code != 0:
-            raise SandboxError(f"{what}: {said[-300:]}")
+            raise _Refused(f"{what}: {said[-300:]}")
 
     def _join(self) -> list[str]:
         """What stands before a command that runs inside with all rights there."""
@@ -204,7 +218,11 @@ class KeptBox(ABC):
         layout.remove(self.folder)
 
     def _prefix(self) -> list[str]:
-        return prefix(self.limits, self.group, count_processes=nproc_counts_sandbox())
+        return prefix(self.limits, self.group, count_processes=self._counted, beside=self._beside)
+
+
+class _Refused(SandboxError):
+    """A command of ours ran inside and failed by itself, not by a limit."""
 
 
 Made = TypeVar("Made", bound=KeptBox)
@@ -217,6 +235,7 @@ class KeptDriver(ABC):
 
     def __init__(self, config: Config, root: Path) -> None:
         layout.make_root(root)
+        Limits.of(config.sandbox, Spec())  # a site's limits that no sandbox can live with are told at once
         self._config = config
         self._root = root
         self._hierarchy = find_hierarchy()
@@ -246,6 +265,7 @@ class KeptDriver(ABC):
     async def _setting(self, spec: Spec, name: str) -> Setting:
         """Make the folder, and the cgroup where there are cgroups."""
         env, limits = environment.asked(spec.env), Limits.of(self._config.sandbox, spec)
+        limits.check_files(spec)
         folder = await layout.build_whole(self._root, name, spec)
         group = None
         if self._hierarchy is not None:

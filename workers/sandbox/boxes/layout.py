@@ -10,7 +10,8 @@ import os
 import stat
 import subprocess
 import tempfile
-from pathlib import Path
+from collections.abc import Iterable
+from pathlib import Path, PurePosixPath
 
 from pipeline.errors import HandlerError, SandboxError
 from workers.sandbox.box import Spec
@@ -42,7 +43,10 @@ def make_root(root: Path) -> None:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         about = root.lstat()
     except OSError as error:
-        raise SandboxError(f"sandbox.root {root} can't be made: {error}") from error
+        raise SandboxError(
+            f"sandbox.root: the folder {root} can't be made ({error.strerror}): set sandbox.root to a folder on a "
+            "local disk that this user may write to, or leave it empty"
+        ) from error
     if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid() or about.st_mode & 0o077:
         raise SandboxError(f"sandbox.root {root} must be a folder of this user alone: chmod 700, or set another")
 
@@ -79,6 +83,30 @@ def build(root: Path, name: str, spec: Spec) -> Path:
     except OSError as error:
         raise SandboxError(f"the sandbox folder {folder} can't be made: {error}") from error
     return folder
+
+
+def make_below(base: Path, places: Iterable[str]) -> None:
+    """Make folders, relative paths below `base`, for something to be mounted over them.
+
+    Of a box that starts again the agent may have put links there: none is followed. Raises SandboxError for what is in
+    the way.
+    """
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    for place in places:
+        at = os.open(base, flags)
+        try:
+            for part in PurePosixPath(place).parts:
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(part, 0o755, dir_fd=at)
+                below = os.open(part, flags, dir_fd=at)
+                os.close(at)
+                at = below
+        except OSError as error:
+            raise SandboxError(
+                f"the sandbox can't start again: {base / place} must be a folder ({error.strerror})"
+            ) from error
+        finally:
+            os.close(at)
 
 
 def _write_files(home: Path, spec: Spec) -> None:

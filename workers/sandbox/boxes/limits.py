@@ -12,9 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.config import SandboxConfig
+from pipeline.errors import ConfigError, HandlerError
 from workers.sandbox.box import Spec
 
 MB = 1 << 20
+
+LEAST = {"memory_mb": 32, "processes": 16}
+"""Below that not even bash, a pipe and the file tools run side by side (they need 8 processes), or one Python."""
+
 REMOVE_SECONDS = 5.0
 
 CPU_PERIOD = 100_000
@@ -32,7 +37,18 @@ class Limits:
 
     @classmethod
     def of(cls, site: SandboxConfig, spec: Spec) -> Limits:
-        """The site's limits, lowered where the task asks for less."""
+        """The site's limits, lowered where the task asks for less.
+
+        Raises HandlerError for a task's limit that is too small for a sandbox, and ConfigError for a site's.
+        """
+        for name, least in LEAST.items():
+            if getattr(site, name) < least:
+                raise ConfigError(f"sandbox.{name} is {getattr(site, name)}: a sandbox needs {least} at the least")
+            asked = getattr(spec, name)
+            if asked is not None and asked < least:
+                raise HandlerError(
+                    f"the handler's `sandbox` asks for {name} = {asked}: a sandbox needs {least} at the least"
+                )
         cpus = min((value for value in (site.cpus, spec.cpus or 0.0) if value), default=0.0)
         return cls(
             memory=min(site.memory_mb, spec.memory_mb or site.memory_mb) * MB,
@@ -40,6 +56,21 @@ class Limits:
             disk=min(site.disk_mb, spec.disk_mb or site.disk_mb) * MB,
             cpus=cpus,
         )
+
+    def check_files(self, spec: Spec) -> None:
+        """Raises HandlerError for files that are larger than the disk limit."""
+        size = sum(
+            len(text if isinstance(text, bytes) else text.encode("utf-8", "replace")) for text in spec.files.values()
+        )
+        if size > self.disk:
+            raise HandlerError(
+                f"the handler's `sandbox` has `files` of {megabytes(size)} MB where disk_mb is {megabytes(self.disk)}: "
+                "make them smaller, or raise disk_mb (there, or sandbox.disk_mb)"
+            )
+
+    def told(self) -> str:
+        """The end of a sentence about what these limits may have caused."""
+        return f" (limits of this sandbox: memory_mb {megabytes(self.memory)}, processes {self.processes})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,17 +184,23 @@ def make_cgroup(hierarchy: Hierarchy, name: str, limits: Limits) -> Cgroup | Non
     return group
 
 
-def prefix(limits: Limits, group: Cgroup | None, *, count_processes: bool) -> list[str]:
+def megabytes(size: int) -> int:
+    """Bytes as MB (2^20), rounded up."""
+    return -(-size // MB)
+
+
+def prefix(limits: Limits, group: Cgroup | None, *, count_processes: bool, beside: int = 0) -> list[str]:
     """What stands before a command line so that it, and what it starts, is limited: no cost but 1-2 ms.
 
-    `count_processes`: RLIMIT_NPROC counts this user's processes in the sandbox's user namespace alone.
+    `count_processes`: RLIMIT_NPROC counts this user's processes in the sandbox's user namespace alone; `beside` of
+    those are the driver's own.
     """
     prlimit = shutil.which("prlimit") or "prlimit"
     argv = [prlimit, "--core=0", f"--fsize={limits.disk}"]
     if group is None:
         argv.append(f"--data={limits.memory}")
         if count_processes:
-            argv.append(f"--nproc={limits.processes}")
+            argv.append(f"--nproc={limits.processes + beside}")
     argv.append("--")
     if group is None:
         return argv

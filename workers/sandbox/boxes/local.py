@@ -30,6 +30,7 @@ class Local:
 
     def __init__(self, config: Config, root: Path) -> None:
         layout.make_root(root)
+        Limits.of(config.sandbox, Spec())
         self._config = config
         self._root = root
         self._watchdog = Watchdog()
@@ -37,13 +38,17 @@ class Local:
     async def create(self, spec: Spec, name: str) -> LocalBox:
         _warn()
         if spec.image:
-            raise HandlerError(f"the task wants the image {spec.image!r}; the local driver has none")
+            raise HandlerError(
+                f"the task wants the image {spec.image!r}; the local driver has none: set sandbox.driver to "
+                "apptainer, or drop `image`"
+            )
         if isinstance(spec.network, Allow):
             raise HandlerError("the task wants a network of chosen hosts; the local driver isolates nothing")
         if os.path.isabs(spec.workdir) and not os.path.isdir(spec.workdir):
             raise HandlerError(f"this machine has no folder {spec.workdir!r} to start in: correct `workdir`")
         check_network(self._config, spec)
         environment.asked(spec.env)
+        Limits.of(self._config.sandbox, spec).check_files(spec)
         await asyncio.to_thread(processes.kill_all, str(layout.folder_of(self._root, name)))
         folder = await layout.build_whole(self._root, name, spec)
         box = LocalBox(self._config, spec, name, folder, self._watchdog)

@@ -177,6 +177,10 @@ class Cache:
         return {item["name"]: item["digest"] for item in found if item and self.entry(item["digest"])}
 
     def give_name(self, name: str, digest: str) -> None:
+        """Let a name stand for this entry; what it stood for before stays, without it, and the log says so."""
+        before = self.digest_of(name)
+        if before not in (None, digest):
+            log.info("%s stands for the image %.12s now; before, it was %.12s", name, digest, before)
         self._write(self._name_file(name), {"name": name, "digest": digest})
 
     def remember(self, path: Path, facts: dict[str, Any]) -> None:

@@ -38,9 +38,10 @@ class Listed:
 
 @dataclass(slots=True)
 class Evicted:
-    """What an eviction did: digests that went, bytes that came free, names that are in use."""
+    """What an eviction did: digests that went and what each was called, bytes that came free, names in use."""
 
     digests: list[str] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
     freed: int = 0
     in_use: list[str] = field(default_factory=list)
 
@@ -131,10 +132,15 @@ def evict(config: Config, names: Sequence[str] = (), *, everything: bool = False
     for image in _chosen(config, there, names, everything):
         if cache.evict(image.digest):
             done.digests.append(image.digest)
+            done.names.append(_called(image))
             done.freed += image.size
         elif cache.entry(image.digest):
-            done.in_use.append(", ".join(image.names) or image.source)
+            done.in_use.append(_called(image))
     return done
+
+
+def _called(image: Listed) -> str:
+    return f"{', '.join(image.names) or image.source} ({image.digest[:12]})"
 
 
 def _chosen(config: Config, there: list[Listed], names: Sequence[str], everything: bool) -> list[Listed]:
@@ -149,7 +155,7 @@ def _chosen(config: Config, there: list[Listed], names: Sequence[str], everythin
             raise HandlerError(
                 f"there is no image {name!r} in {Cache.of(config).folder}: `rollout image ls` lists them"
             )
-        found += meant
+        found += [image for image in meant if image not in found]
     return found
 
 

@@ -61,10 +61,11 @@ def pullable(name: str) -> bool:
 def _unknown(cache: Cache, name: str) -> str:
     there = sorted({*recipes.names(), *cache.names()})
     near = difflib.get_close_matches(name, there, n=1)
-    meant = f"did you mean {near[0]!r}? " if near else ""
+    meant = f": did you mean {near[0]!r}?" if near else ""
     return (
-        f"there is no image {name!r} on this machine: {meant}There are: {', '.join(there)}; a path of a .sif or of a "
-        f"folder works too (it has a / in it), and `rollout image build {name}` makes one of this name"
+        f"there is no image {name!r} on this machine{meant} (there are: {', '.join(there)}; a path of a .sif or of a "
+        f"folder works too, it has a / in it). `rollout image build {name} --from IMAGE --script FILE` makes one of "
+        "this name"
     )
 
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import re
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from pipeline.errors import SandboxError
 
+log = logging.getLogger(__name__)
 SECONDS = 3600.0
 """Longest time of one step; an attempt that waits for it has its own limit (`limits.init`)."""
 TAIL = 1500
@@ -22,6 +25,8 @@ GUARD = Path(__file__).with_name("guard.py")
 ONLINE = ("http_proxy", "https_proxy", "no_proxy", "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE")
 REGISTRY = ("DOCKER_USERNAME", "DOCKER_PASSWORD", "DOCKER_HOST")
 """Of the site's, for steps that use the network: how it goes out, and who it is at a registry (APPTAINER_...)."""
+_ERROR = re.compile(r"^(?:E|ERROR|FATAL|fatal|error): *(?P<why>.+)$", re.MULTILINE)
+_NOISE = re.compile(r"^WARNING: Skipping mount .*\n?", re.MULTILINE)
 _COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
@@ -69,6 +74,8 @@ async def step(
     `lock` is inherited, so that it is held as long as anything of this step lives. Raises SandboxError: it failed
     (with the end of its output), or took longer than `seconds`.
     """
+    log.info("%s ...", what)
+    began = time.monotonic()
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-I", str(GUARD), str(os.getpid()), *command,
         stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
@@ -84,9 +91,17 @@ async def step(
         await _end(process)
     text = _COLOURS.sub("", out.decode("utf-8", "replace")).strip()
     if process.returncode:
-        said = text if len(text) <= TAIL else f"...{text[-TAIL:]}"
-        raise SandboxError(f"{what} failed (exit code {process.returncode}): {said or 'it said nothing'}{mend}")
+        raise SandboxError(f"{what} failed (exit code {process.returncode}): {_said(text)}{mend}")
+    log.info("%s: done, %.1f s", what, time.monotonic() - began)
     return text
+
+
+def _said(text: str) -> str:
+    """A failed step's output: the first line that says it is an error, else its last, then the end of all of it."""
+    text = _NOISE.sub("", text).strip()
+    error = _ERROR.search(text)
+    why = error["why"] if error else text.rpartition("\n")[2]
+    return f"{why}\nIts output ended so:\n{text[-TAIL:]}" if "\n" in text else text[-TAIL:]
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+import textwrap
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -52,6 +53,14 @@ class Allowed:
     def __init__(self, patterns: Sequence[str]) -> None:
         self.texts = list(patterns)
         self._patterns = [_pattern(text) for text in patterns]
+
+    def __str__(self) -> str:
+        """What it lets through, in words."""
+        found = list(zip(self.texts, self._patterns, strict=True))
+        bare = textwrap.shorten(", ".join(text for text, pattern in found if pattern.port is None), 200)
+        exact = textwrap.shorten(", ".join(text for text, pattern in found if pattern.port is not None), 200)
+        ports = " and ".join(str(port) for port in sorted(PORTS))
+        return ", ".join(filter(None, [bare and f"{bare} (ports {ports} only)", exact])) or "nothing"
 
     def permits(self, target: Target) -> bool:
         """Whether a pattern names this host and port."""

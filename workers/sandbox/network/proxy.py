@@ -9,9 +9,9 @@ tunnel: a host that serves other names on the same address can serve those too.
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import socket
-import textwrap
 from collections.abc import Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
@@ -22,6 +22,9 @@ import h11
 from workers.sandbox.network.allowed import PORTS, Allowed, Target, target_of
 from workers.sandbox.network.wire import Traffic, Wire
 
+log = logging.getLogger(__name__)
+TOLD = 20
+"""Refused targets of one sandbox that are logged."""
 _ABSOLUTE = re.compile(r"http://(?P<authority>[^/?#]*)(?P<path>/[^#]*)?(?P<query>\?[^#]*)?", re.IGNORECASE)
 _HOP_BY_HOP = frozenset(
     b"connection expect keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer upgrade".split()
@@ -59,6 +62,7 @@ class Proxy:
         self._allowed = allowed
         self._open: set[asyncio.Task[None]] = set()
         self._closed = False
+        self._told: set[Target] = set()
         # A name server that does not answer holds up this sandbox's threads only.
         self._resolver = ThreadPoolExecutor(max_workers=4, thread_name_prefix="resolve")
 
@@ -140,13 +144,14 @@ class Proxy:
     def _check(self, target: Target) -> None:
         if not self._allowed.permits(target):
             self.denied += 1
-            name = target.host if target.port in PORTS and ":" not in target.host else str(target)
-            known = textwrap.shorten(", ".join(self._allowed.texts), 300) or "none"
-            raise Refused(
-                403,
-                f"{target} is not among the hosts that this sandbox may reach "
-                f"({known}); the task allows it by `network: {{allow: [{name!r}]}}`",
-            )
+            self._tell(target, target.host if target.port in PORTS and ":" not in target.host else str(target))
+            raise Refused(403, f"{target} can't be reached from here; what can: {self._allowed}")
+
+    def _tell(self, target: Target, pattern: str) -> None:
+        """For the person who wrote the task: what is said inside is read by the policy, which can't change the task."""
+        if target not in self._told and len(self._told) < TOLD:
+            self._told.add(target)
+            log.info("a sandbox was refused %s; its task allows that by `network: {allow: [%r]}`", target, pattern)
 
     async def _dial(self, target: Target) -> Wire:
         """Resolve, check what was found, connect to exactly that. Raises Refused."""
@@ -169,10 +174,9 @@ class Proxy:
         public = [address for address in addresses if self._allowed.reaches(address, target.port)]
         if not public:
             self.denied += 1
+            self._tell(target, str(Target(addresses[0], target.port)))
             raise Refused(
-                403,
-                f"{target.host} has only addresses that are not public ({', '.join(addresses)}); "
-                f"the task allows one by `network: {{allow: ['{Target(addresses[0], target.port)}']}}`",
+                403, f"{target.host} can't be reached from here: its addresses are not public ({', '.join(addresses)})"
             )
         return public
 

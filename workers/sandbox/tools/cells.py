@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
-from workers.sandbox.tools.plain import Clip
+from workers.sandbox.tools.plain import HALF, Clip
 
 PICTURES = 20
 """Pictures of one cell that are kept."""
@@ -34,11 +34,14 @@ _KINDS = {"image/png": "png", "image/jpeg": "jpg", "image/gif": "gif", "image/sv
 
 
 class Gathered:
-    """Output of one cell. `folder`: where its pictures will be, as seen inside; `label` begins their names."""
+    """Output of one cell.
 
-    def __init__(self, folder: str, label: str) -> None:
+    `folder`: where its pictures will be, as seen inside; `label` begins their names; `half`: bytes kept of each end.
+    """
+
+    def __init__(self, folder: str, label: str, half: int = HALF) -> None:
         self._where = f"{folder}/{label}"
-        self._clip = Clip()
+        self._clip = Clip(half)
         self._at_line_start = True
         self.error = ""
         self.leaves = False

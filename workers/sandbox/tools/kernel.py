@@ -13,6 +13,7 @@ import signal
 import sys
 from typing import Any
 
+from pipeline.errors import SandboxError
 from pipeline.interfaces import Cell
 from workers.sandbox import processes
 from workers.sandbox.tools.calls import Calls
@@ -20,7 +21,7 @@ from workers.sandbox.tools.cells import Gathered
 from workers.sandbox.tools.files import Files
 from workers.sandbox.tools.inside import Inside, unhurried
 from workers.sandbox.tools.kernel_process import TOOL, Running
-from workers.sandbox.tools.plain import with_notes
+from workers.sandbox.tools.plain import HALF, with_notes
 from workers.sandbox.tools.run import run
 
 STOP_SECONDS = 1.0
@@ -30,18 +31,33 @@ FIND_SECONDS = 20.0
 _LISTEN_SECONDS = 5.0
 
 _FIND = """
+trouble=
+ask='
+import sys
+try:
+    from importlib.util import find_spec
+except ImportError:
+    sys.exit(3)
+sys.exit(0 if find_spec("ipykernel_launcher") else 3)
+'
 for python in "$@"; do
-    if "$python" -c 'import importlib.util as u; assert u.find_spec("ipykernel_launcher")' >/dev/null 2>&1; then
-        echo "$python"
-        exit 0
-    fi
+    said=$("$python" -c "$ask" 2>&1)
+    code=$?
+    case $code in
+        0) echo "$python"; exit 0 ;;
+        3 | 126 | 127) ;;  # it has none; there is no such Python
+        *) trouble="$python ended with $code${said:+: $said}" ;;
+    esac
 done
+echo "$trouble" >&2
+test -z "$trouble"
 """
 
 _MISSING = (
     "this sandbox has no IPython: no python3 or python in it can import ipykernel; an image built by "
     "`rollout image build python` has one"
 )
+_TROUBLE = "whether this sandbox has IPython could not be found out (a limit of the sandbox?)"
 _NEW = "a new kernel was started: variables and imports are gone"
 _DIED = "the kernel died; a new one starts with the next cell: variables and imports are gone"
 _CUT = "a part of the output was too large and is lost"
@@ -52,10 +68,14 @@ _STUCK = (
 
 
 class Kernel:
-    """An IPython kernel in the box, started with the first cell. `start_timeout`: seconds that it has to be ready."""
+    """An IPython kernel in the box, started with the first cell.
 
-    def __init__(self, inside: Inside, files: Files, start_timeout: float) -> None:
+    `start_timeout`: seconds that it has to be ready; `half`: bytes kept of an output's head, and of its tail.
+    """
+
+    def __init__(self, inside: Inside, files: Files, start_timeout: float, half: int = HALF) -> None:
         self._inside = inside
+        self._half = half
         self._files = files
         self._start_timeout = start_timeout
         self._calls = Calls(self._hurry)
@@ -98,7 +118,7 @@ class Kernel:
     async def _cell(self, running: Running, code: str, timeout: float) -> Cell:
         """Run the cell; the kernel lives on when that ends well, and has been ended when it does not."""
         self._cells += 1
-        gathered = Gathered(self._pictures_folder(), f"cell{self._cells}")
+        gathered = Gathered(self._pictures_folder(), f"cell{self._cells}", self._half)
         since = processes.now()
         cell = asyncio.ensure_future(running.channels.run(code, gathered))
         try:
@@ -181,10 +201,15 @@ class Kernel:
         return True
 
     async def _find(self) -> bool:
-        """Look for a Python inside that has ipykernel: its own first, then this process's where that is seen inside."""
+        """Look for a Python inside that has ipykernel: its own first, then this process's where that is seen inside.
+
+        False when there is none. Raises SandboxError when one could not be asked (a signal ended it, no room to fork).
+        """
         names = ("python3", sys.executable, "python")
         ran = await run(self._inside, _FIND, *names, most=1000, seconds=FIND_SECONDS)
         self._python = ran.output.decode("utf-8", "replace").strip() or None
+        if ran.code:
+            raise SandboxError(f"{_TROUBLE}: {' '.join(ran.errors.split())[-500:] or f'sh ended with {ran.code}'}")
         return self._python is not None
 
     async def _end(self, since: processes.Moment | None = None) -> None:

@@ -125,7 +125,8 @@ class Running:
                 said = (self._said.result() if self._said.done() else b"").decode("utf-8", "replace").strip()[-500:]
                 raise SandboxError(f"the IPython kernel ended at its start: {said or 'it said nothing'}")
             if time.monotonic() > until:
-                raise SandboxError(f"the IPython kernel was not ready within {self._start_timeout:g} s")
+                late = f"within {self._start_timeout:g} s (sandbox.start_timeout)"
+                raise SandboxError(f"the IPython kernel was not ready {late}")
             await asyncio.sleep(_LOOK_SECONDS)
 
     async def end(self, since: processes.Moment | None = None) -> None:

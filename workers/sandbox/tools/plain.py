@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-HALF = 16_000
-"""Bytes kept of the head and of the tail of an output."""
+HALF = 8_000
+"""Bytes kept of the head and of the tail of an output, unless `sandbox.output_bytes` says otherwise."""
 
 WIDTH = 2_000
 """Columns that a cursor movement can reach: an escape sequence must not make a gigabyte of spaces."""

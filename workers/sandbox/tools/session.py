@@ -18,9 +18,9 @@ class Session:
     def __init__(self, box: Box, config: SandboxConfig) -> None:
         self._config = config
         self._inside = Inside(box)
-        self._shell = Shell(self._inside, config.start_timeout)
+        self._shell = Shell(self._inside, config.start_timeout, config.output_bytes // 2)
         self._files = Files(self._inside, config.transfer_mb * MB, config.command_timeout)
-        self._kernel = Kernel(self._inside, self._files, config.start_timeout)
+        self._kernel = Kernel(self._inside, self._files, config.start_timeout, config.output_bytes // 2)
 
     async def start(self) -> None:
         """Start the shell. Raises SandboxError when it does not answer."""
@@ -39,13 +39,15 @@ class Session:
 
     async def bash(self, command: str, timeout: float | None = None) -> Output:
         """Run a command in the persistent shell; `timeout` (s) can shorten the site's limit, not lengthen it."""
-        output = await self._shell.run(command, self._limit(timeout))
-        return output._replace(text=with_notes(output.text, self._inside.take_notes()))
+        limit = self._limit(timeout)
+        output = await self._shell.run(command, limit)
+        return output._replace(text=self._noted(output.text, limit if output.timed_out else None))
 
     async def ipython(self, code: str, timeout: float | None = None) -> Cell:
         """Run a cell in the persistent kernel; `timeout` (s) can shorten the site's limit, not lengthen it."""
-        cell = await self._kernel.run(code, self._limit(timeout))
-        return cell._replace(text=with_notes(cell.text, self._inside.take_notes()))
+        limit = self._limit(timeout)
+        cell = await self._kernel.run(code, limit)
+        return cell._replace(text=self._noted(cell.text, limit if cell.timed_out else None))
 
     async def read(self, path: str, start: int = 0, size: int | None = None) -> bytes:
         """Bytes of a file from `start`, at most `size`. Raises OSError (with its errno), ValueError above the limit."""
@@ -66,6 +68,11 @@ class Session:
     async def download(self, path: str) -> bytes:
         """A file or a folder as a tar archive. Raises OSError, ValueError above the size limit."""
         return await self._files.download(path)
+
+    def _noted(self, text: str, over: float | None) -> str:
+        """What the policy reads: the output, and what happened besides. `over`: seconds after which it was ended."""
+        late = [] if over is None else [f"timed out after {over:g} s"]
+        return with_notes(text, [*late, *self._inside.take_notes()])
 
     def _limit(self, timeout: float | None) -> float:
         return self._config.command_timeout if timeout is None else min(timeout, self._config.command_timeout)

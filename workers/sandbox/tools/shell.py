@@ -26,7 +26,7 @@ from workers.sandbox import processes
 from workers.sandbox.processes import Process
 from workers.sandbox.tools.calls import Calls
 from workers.sandbox.tools.inside import Inside, reaped, unhurried
-from workers.sandbox.tools.plain import with_notes
+from workers.sandbox.tools.plain import HALF, with_notes
 from workers.sandbox.tools.terminal import Terminal
 
 TOOL = "bash"
@@ -48,11 +48,15 @@ _NEW = "a new shell was started: folder and variables are reset"
 
 
 class Shell:
-    """A bash in the box; calls wait for each other. `start_timeout`: seconds that a new bash has to answer."""
+    """A bash in the box; calls wait for each other.
 
-    def __init__(self, inside: Inside, start_timeout: float) -> None:
+    `start_timeout`: seconds that a new bash has to answer; `half`: bytes kept of an output's head, and of its tail.
+    """
+
+    def __init__(self, inside: Inside, start_timeout: float, half: int = HALF) -> None:
         self._inside = inside
         self._start_timeout = start_timeout
+        self._half = half
         self._child: Any = None
         self._reader: Terminal | None = None
         self._bash: Process | None = None
@@ -120,10 +124,11 @@ class Shell:
             self._child = await unhurried(asyncio.to_thread(self._spawn, self._inside.started_in(home, _BASH)))
         except (pexpect.ExceptionPexpect, OSError) as error:
             raise SandboxError(f"bash does not start in the sandbox: {error}") from error
-        self._reader = Terminal(self._child.child_fd, self._child.pid)
+        self._reader = Terminal(self._child.child_fd, self._child.pid, self._half)
         if await self._until_marked(_SETTINGS, self._start_timeout) is None:
             said = self._reader.take()[-500:]
-            why = f"ended: {said}" if self._reader.ended else f"does not answer within {self._start_timeout} s: {said}"
+            late = f"does not answer within {self._start_timeout:g} s (sandbox.start_timeout): {said}"
+            why = f"ended: {said}" if self._reader.ended else late
             raise SandboxError(f"bash in the sandbox {self._inside.box.name} {why}")
         self._reader.take()
         self._bash = self._inside.leader(self._child.pid)

@@ -7,7 +7,7 @@ import contextlib
 import os
 import re
 
-from workers.sandbox.tools.plain import Clip
+from workers.sandbox.tools.plain import HALF, Clip
 
 FLOOD = 4 << 20
 """Bytes of one command's output from which on it is read in portions, so that it can't keep the event loop busy."""
@@ -24,15 +24,15 @@ class Terminal:
     """Reads the PTY as the event loop finds data there; keeps the head and the tail of it, and sees the mark.
 
     `fd`: the master's side, not blocking; whoever opened it closes it after `stop`. `pid`: this process's child, whose
-    end is the end of the shell.
+    end is the end of the shell. `half`: bytes kept of the head, and of the tail.
     """
 
-    def __init__(self, fd: int, pid: int) -> None:
+    def __init__(self, fd: int, pid: int, half: int = HALF) -> None:
         self._fd = fd
         self._shell = os.pidfd_open(pid)
         self._loop = asyncio.get_running_loop()
         self._pending = bytearray()
-        self._clip = Clip()
+        self._clip = Clip(half)
         self._seen = 0
         self._marks: list[bytes] = []
         self._found: int | None = None
