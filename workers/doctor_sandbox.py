@@ -25,10 +25,14 @@ async def findings(config: Config) -> list[Finding]:
     """All findings about sandboxes. Takes a second where all is well, ten at the most where not, and leaves nothing."""
     from workers.sandbox.host import sandbox_root
 
-    checks = [_as_root(), _place(sandbox_root(config)), _cgroups()]
+    checks = [_as_root(), _room("sandbox disk", sandbox_root(config), "sandbox.root"), _cgroups()]
     if config.sandbox.driver == "local":
         local = Finding("sandbox", "warn", "local isolates nothing", "use it for tests and for code that you trust")
-        return [local, _place(sandbox_root(config)), *await asyncio.gather(_whole(config), _others(config))]
+        return [
+            local,
+            _room("sandbox disk", sandbox_root(config), "sandbox.root"),
+            *await asyncio.gather(_whole(config), _others(config)),
+        ]
     with tempfile.TemporaryDirectory(prefix="rollout-doctor-") as folder:
         tried = [_user_namespaces(), _network(), _bubblewrap(config)]
         if config.sandbox.driver == "apptainer":
