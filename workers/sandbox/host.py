@@ -115,9 +115,10 @@ class Host:
         """Claim a root folder; with a queue, serve as the host called `name`. Raises ConfigError, SandboxError."""
         parent = sandbox_root(config)
         short, root = _short_way(parent, secrets.token_hex(4))
-        owner = await asyncio.to_thread(orphans.claim_root, root)
-        host = None
+        host: Host | None = None
+        owner: orphans.Owner | None = None
         try:
+            owner = await asyncio.to_thread(orphans.claim_root, root)
             for folder in [parent] if config.sandbox.root else [parent.parent, parent]:
                 _keep_others_out(folder)
             host = cls(config, make_stock(config, root), root, owner, queue)
@@ -131,7 +132,10 @@ class Host:
         except BaseException:
             if host is not None:
                 await host.close()
-            owner.close()
+            if owner is not None:
+                owner.close()
+            if short is not None:
+                short.cleanup()
             raise
         return host
 
