@@ -59,12 +59,13 @@ class Served:
         return {"ms": times, "seconds": time.perf_counter() - began, "sandboxes": references}
 
     async def discard(self) -> Answer:
-        """Remove all sandboxes, one after the other: ms each."""
+        """End all sandboxes, one after the other: ms each. Comes back when their folders are removed too."""
         times = []
         for name in list(self.host.stock.live):
             began = time.perf_counter()
             await self.host.stock.discard(name)
             times.append((time.perf_counter() - began) * 1e3)
+        await self.host.stock.wait_until_empty()
         return {"ms": times}
 
     async def pss(self) -> Answer:
