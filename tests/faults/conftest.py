@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,3 +37,10 @@ def own_workers(redis_server: RedisService, tmp_path: Path) -> Iterator[Workers]
     processes = Workers(redis_server.config.changed(SHORT), tmp_path)
     yield processes
     processes.stop()
+
+
+@pytest.fixture
+def root() -> Iterator[Path]:
+    """A folder for sandboxes, on a short path."""
+    with tempfile.TemporaryDirectory(prefix="rs-") as folder:
+        yield Path(folder)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +20,6 @@ from tests.services import RedisService
 from workers.policy import scripted, tokenizer
 
 KILLED_AT = 30
-
-
-@pytest.fixture
-def root() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="rs-") as folder:
-        yield Path(folder)
 
 
 @pytest.fixture

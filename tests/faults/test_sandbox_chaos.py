@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,12 +24,6 @@ from tests.services import RedisService, require
 from workers.policy import scripted, tokenizer
 from workers.sandbox.boxes import orphans
 from workers.sandbox.processes import MARK
-
-
-@pytest.fixture
-def root() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="rs-") as folder:
-        yield Path(folder)
 
 
 @pytest.fixture

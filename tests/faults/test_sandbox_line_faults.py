@@ -6,7 +6,6 @@ import asyncio
 import random
 import shutil
 import signal
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,12 +27,6 @@ from workers.trial import play
 NUMBERS = [str(number) for number in range(1, STEPS + 1)]
 SLOW = 0.3
 """Seconds that each command naps where the test needs time to hit it."""
-
-
-@pytest.fixture
-def root() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="rs-") as folder:
-        yield Path(folder)
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ def said(asked: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize(
-    "network", ["internet", {"allow": "pypi.org"}, {"alow": ["x"]}, {"allow": ["x"], "y": 1}, ["x"]]
+    "network", ["internet", {"allow": "a.example"}, {"alow": ["x"]}, {"allow": ["x"], "y": 1}, ["x"]]
 )
 def test_a_wrong_network_is_told_with_the_forms_that_there_are(network: Any) -> None:
     assert said({"network": network}) == f"{HEAD}network: {network!r} is wrong, wanted {NETWORK_FORMS}"

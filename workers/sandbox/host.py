@@ -85,15 +85,18 @@ def _keep_others_out(folder: Path) -> None:
 def _short_way(parent: Path, name: str) -> tuple[tempfile.TemporaryDirectory[str] | None, Path]:
     """The host's root: `parent / name`; where that is too long for the sockets below it, the same by a short way.
 
-    The short way is a link in a folder of its own, which lives as long as the host.
+    The short way is a link in a folder of its own, which lives as long as the host. Raises SandboxError.
     """
     root = parent / name
     if len(os.fsencode(root)) <= LONGEST_ROOT:
         return None, root
-    parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    short = tempfile.TemporaryDirectory(prefix="ro-", dir="/tmp")
-    link = Path(short.name, "r")
-    link.symlink_to(parent)
+    try:
+        parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        short = tempfile.TemporaryDirectory(prefix="ro-", dir="/tmp")
+        link = Path(short.name, "r")
+        link.symlink_to(parent)
+    except OSError as error:
+        raise SandboxError(f"no folder for sandboxes can be made at {parent}: {error}; set sandbox.root") from error
     return short, link / name
 
 
