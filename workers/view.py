@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pipeline.trajectory import Trajectory
+from pipeline.trajectory import Sequence as Sequence_, Trajectory
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -93,11 +93,17 @@ class Progress:
 
 
 class Span(NamedTuple):
-    """A stretch of a turn: `text` is decoded, or names ids where no tokenizer is known."""
+    """A stretch of a turn, tokens `start:end` of its sequence: `text` is decoded, or names ids without a tokenizer.
+
+    `version`: of the weights that sampled it; None where nobody did.
+    """
 
     kind: str
     sampled: bool
     text: str
+    start: int
+    end: int
+    version: int | None = None
 
 
 def spans(trajectory: Trajectory, decode: Decode | None) -> Iterator[list[Span]]:
@@ -105,10 +111,44 @@ def spans(trajectory: Trajectory, decode: Decode | None) -> Iterator[list[Span]]
     for sequence in trajectory.sequences:
         found = []
         for turn in sequence.turns:
-            for start, end, sampled in _runs(sequence.loss_mask[turn.start : turn.end]):
-                ids = sequence.token_ids[turn.start + start : turn.start + end].tolist()
-                found.append(Span(turn.kind, sampled, decode(ids) if decode else listed(ids)))
+            for first, last, sampled in _runs(sequence.loss_mask[turn.start : turn.end]):
+                for start, end, version in _by_version(sequence, turn.start + first, turn.start + last, sampled):
+                    ids = sequence.token_ids[start:end].tolist()
+                    text = decode(ids) if decode else listed(ids)
+                    found.append(Span(turn.kind, sampled, text, start, end, version))
         yield found
+
+
+def _by_version(sequence: Sequence_, start: int, end: int, sampled: bool) -> Iterator[tuple[int, int, int | None]]:
+    """Tokens `start:end`, cut where other weights went on."""
+    if not sampled:
+        yield start, end, None
+        return
+    for run in sequence.versions:
+        if run.start < end and run.end > start:
+            yield max(run.start, start), min(run.end, end), run.version
+
+
+def weights(trajectory: Trajectory) -> dict[int, int]:
+    """How many tokens each version of the weights sampled, oldest version first."""
+    counts: dict[int, int] = {}
+    for sequence in trajectory.sequences:
+        for run in sequence.versions:
+            counts[run.version] = counts.get(run.version, 0) + run.end - run.start
+    return dict(sorted(counts.items()))
+
+
+def pieces(ids: Sequence[int], decode: Decode) -> Iterator[tuple[int, int, str]]:
+    """(start, end, text) token by token; tokens that make a character only together stay together."""
+    start, before = 0, ""
+    known: list[int] = []
+    for at in range(1, len(ids) + 1):
+        group = list(ids[start:at])
+        text = decode([*known, *group])[len(before) :]
+        if text.endswith("\ufffd") and at - start < 4 and at < len(ids):
+            continue
+        yield start, at, text
+        start, known, before = at, group, decode(group)
 
 
 def _runs(mask: Any) -> Iterator[tuple[int, int, bool]]:
@@ -129,10 +169,15 @@ def coloured(trajectory: Trajectory, decode: Decode | None) -> Text:
     """The whole trajectory as text in colours. Without a terminal the sampled parts stand between marks."""
     text = Text()
     plain = not console().is_terminal
+    last: int | None = None
     for number, sequence in enumerate(spans(trajectory, decode)):
         if number:
             text.append(f"\n--- sequence {number + 1}: the history was rendered anew ---\n", style="yellow")
         for span in sequence:
+            if span.version is not None:
+                if last is not None and span.version != last:
+                    text.append(f"⟪weights {span.version}⟫", style="yellow")
+                last = span.version
             body = f"⟦{span.text}⟧" if plain and span.sampled else span.text
             text.append(body, style=STYLES["action"] if span.sampled else STYLES.get(span.kind, "cyan"))
     return text

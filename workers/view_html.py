@@ -1,10 +1,15 @@
-"""One rollout's trajectory as a small page that needs nothing else: text coloured by the loss mask."""
+"""One rollout's trajectory as a small page that needs nothing else: text coloured by the loss mask.
+
+Each sampled token stands by itself: the paler, the likelier; a mark stands where other weights went on, and pointing at
+a token shows its id, its logprob and the weights' version.
+"""
 
 from __future__ import annotations
 
 import html
 import json
 
+from pipeline.trajectory import Sequence
 from workers import view
 from workers.dossier import Dossier
 
@@ -18,9 +23,17 @@ th { font-weight: 600; color: #555 }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; border: 1px solid #ddd; padding: 1em }
 pre { font: 13px/1.5 ui-monospace, monospace }
 .sampled { background: #c9f0cf }
+.p0 { background: #e3f6e6 } .p1 { background: #c9f0cf } .p2 { background: #9fe0aa } .p3 { background: #6fcb80 }
+.p4 { background: #3fae55; color: #fff }
+.weights { background: #ffe08a; color: #664d00; border-radius: .3em; padding: 0 .3em; font-size: 11px }
 .prompt { color: #777 }
 .observation { background: #d7ecfa }
 """
+
+BOUNDS = (-0.1, -0.7, -2.3, -4.6)
+"""Logprobs of 90, 50, 10 and 1 percent: a token below one is shown darker."""
+
+LIKELY = ("over 90 %", "over 50 %", "over 10 %", "over 1 %", "less")
 
 
 def page(found: Dossier, decode: view.Decode | None) -> str:
@@ -34,8 +47,9 @@ def page(found: Dossier, decode: view.Decode | None) -> str:
         f"<h2>sequence {number}</h2><pre>{text}</pre>" for number, text in enumerate(_sequences(found, decode), 1)
     )
     legend = (
-        '<p><span class="sampled">sampled by the policy: loss mask 1</span> &nbsp; <span class="prompt">prompt</span> '
-        '&nbsp; <span class="observation">observation</span></p>'
+        "<p>sampled by the policy, loss mask 1, by the probability that it had: "
+        + "".join(f'<span class="p{at}">{name}</span>' for at, name in enumerate(LIKELY))
+        + ' &nbsp; <span class="prompt">prompt</span> &nbsp; <span class="observation">observation</span> (mask 0)</p>'
     )
     head = f'<head><meta charset="utf-8"><title>{title}</title><style>{STYLE}</style></head>'
     rest = f"<h1>{title}</h1><table>{facts}</table>{legend}{body or '<p>It has no trajectory (yet).</p>'}"
@@ -52,10 +66,32 @@ def _row(name: str, value: object) -> str:
 def _sequences(found: Dossier, decode: view.Decode | None) -> list[str]:
     if found.trajectory is None:
         return []
-    return [
-        "".join(
-            f'<span class="{"sampled" if span.sampled else span.kind}">{html.escape(span.text)}</span>'
-            for span in sequence
-        )
-        for sequence in view.spans(found.trajectory, decode)
-    ]
+    every = found.trajectory.sequences
+    last: int | None = None
+    shown = []
+    for sequence, stretches in zip(every, view.spans(found.trajectory, decode), strict=True):
+        text = ""
+        for span in stretches:
+            if span.version is not None and span.version != last:
+                text += f'<span class="weights">weights {span.version}</span>' if last is not None else ""
+                last = span.version
+            text += _sampled(sequence, span, decode) if span.sampled and decode else _plain(span)
+        shown.append(text)
+    return shown
+
+
+def _plain(span: view.Span) -> str:
+    return f'<span class="{"sampled" if span.sampled else span.kind}">{html.escape(span.text)}</span>'
+
+
+def _sampled(sequence: Sequence, span: view.Span, decode: view.Decode) -> str:
+    """Token by token."""
+    ids = sequence.token_ids[span.start : span.end].tolist()
+    made = []
+    for start, end, text in view.pieces(ids, decode):
+        lowest = float(sequence.logprobs[span.start + start : span.start + end].min())
+        depth = sum(lowest < bound for bound in BOUNDS)
+        named = " ".join(map(str, ids[start:end]))
+        about = f"id {named}, logprob {lowest:.3f}, weights {span.version}"
+        made.append(f'<span class="p{depth}" title="{about}">{html.escape(text)}</span>')
+    return "".join(made)

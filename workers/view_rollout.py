@@ -39,6 +39,10 @@ def show(found: Dossier, decode: view.Decode | None) -> None:
     if found.trajectory is not None:
         tokens = f"{len(found.trajectory)} tokens, {found.trajectory.sampled} sampled in {found.trajectory.turns} turns"
         console.print(f"\ntrajectory: {tokens}. {view.LEGEND}", style="bold", markup=False)
+        counts = view.weights(found.trajectory)
+        if len(counts) > 1 or any(counts):  # version 0 alone: no trainer has changed the weights
+            by = ", ".join(f"version {version} sampled {count} tokens" for version, count in counts.items())
+            console.print(f"weights: {by}", markup=False)
         console.print(view.coloured(found.trajectory, decode), soft_wrap=True)
         if decode is None:
             console.print("(ids, not text: set policy.tokenizer to see the words)", markup=False)
