@@ -1,31 +1,230 @@
-"""`rollout policy`: a scripted policy server for workers that are started by hand. Nobody's model."""
+"""`rollout policy`: the servers of the model that is trained, their pause, and a scripted one for workers by hand."""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
+import os
 import signal
+import socket
 import tempfile
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any, TypeVar, get_args
 
 import click
 
-from workers.cli.base import Command, json_option, settings
+from pipeline.backends import KINDS, SEEN_SECONDS, Backend, Backends, Load, backend_id
+from pipeline.config import Config
+from pipeline.engine import Engine, EngineError
+from pipeline.errors import PolicyError
+from pipeline.queue import Queue
+from pipeline.registration import looked_at, register
+from pipeline.weights import Mode, Update, Weights
+from workers import interrupt, view_policy
+from workers.cli.base import Command, Group, complain, json_option, line, located, say, settings, table
 from workers.cli.begin import tasks_for
 
+T = TypeVar("T")
+MODES = get_args(Mode)
 
-@click.command(cls=Command)
+LOOK_SECONDS = 0.25
+
+
+@click.group(cls=Group)
+def policy() -> None:
+    """Policy servers of the line: add, rm, ls, drain; pause and resume them all; a scripted one."""
+
+
+def _with(ctx: click.Context, work: Callable[[Queue, Backends], Awaitable[T]]) -> T:
+    settings(ctx).logs()
+
+    async def main(config: Config) -> T:
+        async with line(config) as queue:
+            return await work(queue, Backends(queue))
+
+    return interrupt.run(main(settings(ctx).config()))
+
+
+async def _known(backends: Backends, id: str) -> Backend:
+    """The backend of this id, or at this URL. Raises PolicyError, which lists those that there are."""
+    listed = (await backends.view()).backends
+    for backend in listed:
+        if id in (backend.id, backend.url):
+            return backend
+    names = ", ".join(backend.id for backend in listed) or "none"
+    raise PolicyError(f"no policy server is registered as {id} (there are: {names})")
+
+
+async def _until_idle(backends: Backends, id: str) -> None:
+    """Wait until no worker has a call in flight there."""
+    await asyncio.sleep(SEEN_SECONDS)
+    while True:
+        if not (await backends.view()).loads.get(id, Load()).calls:
+            return
+        await asyncio.sleep(LOOK_SECONDS)
+
+
+@policy.command(cls=Command)
+@click.argument("url")
+@click.option("--id", default="", help="Its name in the line (default: host and port).")
+@click.option("--kind", default=KINDS[0], show_default=True, type=click.Choice(KINDS), help="openai: no control side.")
+@click.option("--model", default="", help="The name under which it serves (default: what it says).")
+@click.option("--tokenizer", default="", metavar="FOLDER", help="Of its model (default: the model's, if on this disk).")
+@click.option("--version", type=click.IntRange(min=0), help="Which weights it has (default: what it says).")
+@click.option("--force", is_flag=True, help="Though it does not answer now.")
+@json_option
+@click.pass_context
+def add(ctx: click.Context, /, url: str, force: bool, as_json: bool, **about: Any) -> None:
+    """Register the server at URL, until `rm`. It is asked first: for its model, its weights, and for one token."""
+    config = settings(ctx).config()
+    if about["tokenizer"]:
+        about["tokenizer"] = str(config.path_of(about["tokenizer"]).resolve())
+
+    async def work(_: Queue, backends: Backends) -> Backend:
+        async with Engine(url, timeout=config.policy.probe_timeout) as engine:
+            try:
+                backend = await looked_at(engine, **about)
+            except EngineError as error:
+                if not force:
+                    raise PolicyError(f"{error}. It was not added; --force adds it all the same") from None
+                complain(f"{error}; it is added all the same")
+                backend = Backend(**{**about, "id": about["id"] or backend_id(url), "url": engine.url})
+        await backends.add(backend)
+        return backend
+
+    backend = _with(ctx, work)
+    if as_json:
+        say(view_policy.registered(backend))
+    else:
+        click.echo(view_policy.registered_said(backend))
+
+
+@policy.command(cls=Command)
+@click.argument("id")
+@json_option
+@click.pass_context
+def rm(ctx: click.Context, id: str, as_json: bool) -> None:
+    """Strike server ID off: it gets no new calls. Those in flight go on (`drain --wait` first lets them end)."""
+
+    async def work(_: Queue, backends: Backends) -> str:
+        backend = await _known(backends, id)
+        if backend.owner:
+            raise PolicyError(
+                f"{backend.id} is kept registered by {backend.owner}: end that process, or `rollout policy drain` it"
+            )
+        await backends.remove(backend.id)
+        return backend.id
+
+    removed = _with(ctx, work)
+    if as_json:
+        say({"removed": removed})
+    else:
+        click.echo(f"removed {removed}")
+
+
+@policy.command(cls=Command)
+@json_option
+@click.pass_context
+def ls(ctx: click.Context, as_json: bool) -> None:
+    """The policy's version, and each server: its state and why, its work in flight, how fast it is, its lease."""
+    found = _with(ctx, lambda queue, _: view_policy.look(queue))
+    if as_json:
+        say(found)
+        return
+    click.echo(view_policy.headline(found))
+    rows = [view_policy.row(backend) for backend in found["backends"]]
+    table(view_policy.COLUMNS, rows, none="no policy server is registered: `rollout policy add URL`, `rollout serve`")
+
+
+@policy.command(cls=Command)
+@click.argument("id")
+@click.option("--off", is_flag=True, help="Take it into use again.")
+@click.option("--wait", is_flag=True, help="Until no call is in flight there.")
+@json_option
+@click.pass_context
+def drain(ctx: click.Context, id: str, off: bool, wait: bool, as_json: bool) -> None:
+    """Send server ID no new calls; those in flight end. It stays registered, and its weights are updated."""
+    if off and wait:
+        raise click.UsageError("--wait belongs to draining, not to --off")
+
+    async def work(_: Queue, backends: Backends) -> str:
+        backend = await _known(backends, id)
+        await backends.note(backend.id, drained=not off)
+        if wait:
+            await _until_idle(backends, backend.id)
+        return backend.id
+
+    drained = _with(ctx, work)
+    if as_json:
+        say({"id": drained, "drained": not off})
+    else:
+        said = "gets calls again" if off else "has no call in flight" if wait else "gets no new calls"
+        click.echo(f"{drained} {said}")
+
+
+@policy.command(cls=Command)
+@click.option("--mode", default="keep", show_default=True, type=click.Choice(MODES), help="What running calls do.")
+@json_option
+@click.pass_context
+def pause(ctx: click.Context, mode: Mode, as_json: bool) -> None:
+    """Stop all servers until `resume`: no call goes out, no token is sampled, and the clocks of rollouts stand still.
+
+    keep: running calls freeze, and go on later. wait: they end first. abort: they end with the tokens that they have.
+    """
+
+    async def work(_: Queue, backends: Backends) -> list[str]:
+        weights = Weights(backends, f"rollout policy pause on {socket.gethostname()}")
+        paused = await weights.pause(mode, moving=False)
+        await weights.part()
+        return [backend.id for backend in paused]
+
+    paused = _with(ctx, work)
+    if as_json:
+        say({"paused": paused})
+    else:
+        click.echo(f"paused: {', '.join(paused) or 'no server answers'}; `rollout policy resume` ends it")
+
+
+@policy.command(cls=Command)
+@click.option("--version", type=click.IntRange(min=0), help="The weights that you gave the servers meanwhile.")
+@json_option
+@click.pass_context
+def resume(ctx: click.Context, version: int | None, as_json: bool) -> None:
+    """End the pause, whoever's it is: with the same weights, or with those that were moved meanwhile (--version)."""
+
+    async def work(_: Queue, backends: Backends) -> Update:
+        weights = Weights(backends, f"rollout policy resume on {socket.gethostname()}")
+        await weights.adopt()
+        return await weights.resume(version)
+
+    update = _with(ctx, work)
+    if as_json:
+        say(dataclasses.asdict(update))
+        return
+    if version is None:
+        has = "none was named" if update.version is None else f"version {update.version}"
+        click.echo(f"the policy goes on, with the weights that it had: {has}")
+        return
+    click.echo(f"version {update.version} is in force on {', '.join(update.updated)}")
+    for id, why in update.ejected.items():
+        complain(f"{id}: {why}")
+
+
+@policy.command(cls=Command)
 @click.argument("file", required=False)
 @click.option("--handler", default="reason", show_default=True, metavar="NAME", help="For lines that name none.")
 @click.option("--count", default=1000, show_default=True, type=click.IntRange(min=1), help="Tasks at most.")
 @click.option("--port", default=0, show_default=True, type=click.IntRange(0, 65535), help="0 takes a free one.")
 @click.option("--p-correct", default=0.6, show_default=True, type=click.FloatRange(0, 1), help="Chance to be right.")
 @click.option("--latency", default=0.0, show_default=True, type=click.FloatRange(0), help="Seconds before each reply.")
+@click.option("--register", "registered", is_flag=True, help="In the line: RUN workers find it, with no setting.")
 @json_option
 @click.pass_context
-def policy(
+def scripted(
     ctx: click.Context, file: str | None, handler: str, count: int, port: int, p_correct: float, latency: float,
-    as_json: bool,
+    registered: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Serve a scripted policy (nobody's model) that knows the answers to the tasks in FILE, until Ctrl-C.
 
@@ -36,6 +235,8 @@ def policy(
 
     settings(ctx).logs()
     config = settings(ctx).config()
+    if registered:
+        config = located(config)
     answers = answers_of(tasks_for(handler, file, config, count), config)
 
     async def serve(folder: Path) -> None:
@@ -47,11 +248,19 @@ def policy(
             model=config.policy.model,
         )  # fmt: skip
         server = await scripted.start(options, port)
-        about = {"ROLLOUT_POLICY__URL": server.url, "ROLLOUT_POLICY__TOKENIZER": str(folder)}
-        lines = [json.dumps(about)] if as_json else [f"export {name}={value}" for name, value in about.items()]
-        click.echo("\n".join(lines))
-        await stopped.wait()
-        await server.stop()
+        registration = None
+        try:
+            if registered:
+                owner = f"scripted-{socket.gethostname()}-{os.getpid()}"
+                registration = await register(config, server.url, owner, tokenizer=str(folder))
+            about = {"ROLLOUT_POLICY__URL": server.url, "ROLLOUT_POLICY__TOKENIZER": str(folder)}
+            lines = [json.dumps(about)] if as_json else [f"export {name}={value}" for name, value in about.items()]
+            click.echo("\n".join(lines))
+            await stopped.wait()
+        finally:
+            if registration is not None:
+                await registration.close()
+            await server.stop()
 
     with tempfile.TemporaryDirectory(prefix="rollout-policy-") as folder:
         asyncio.run(serve(Path(folder)))

@@ -1,0 +1,355 @@
+"""One policy server's HTTP control side, and the probe that asks whether it generates. Every call has a time limit.
+
+vLLM's control paths (`/pause`, `/collective_rpc`, ...) exist only in its dev mode (`VLLM_SERVER_DEV_MODE=1`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
+
+from pipeline.errors import ConfigError, PolicyError, PolicyReplyError
+
+if TYPE_CHECKING:
+    import aiohttp
+
+Fault = Literal["dead", "hang", "overload", "misfit", "refused"]
+"""dead: no connection, or the engine behind the server is gone. hang: no reply in time. overload: it sends us away for
+now. misfit: it lacks what we need (path, model, shape). refused: it answered with an error of any other kind."""
+
+TIMEOUT = 10.0
+LOAD_SECONDS = 600.0
+"""For weights to be read from disk and loaded."""
+
+PROMPT = (1,)
+"""A probe's prompt: an id that every vocabulary has."""
+
+PROGRESS = ("vllm:generation_tokens_total", "vllm:prompt_tokens_total")
+QUEUED = ("vllm:num_requests_running", "vllm:num_requests_waiting")
+NO_DEV_MODE = "it has no control side: start vLLM with VLLM_SERVER_DEV_MODE=1"
+
+UNTOLD = "default"
+"""The label of weights that nobody has named: those that a server started with."""
+
+MOST_VERSION = 2**53
+"""Redis compares versions as floats, which are exact up to here."""
+
+_NUMBER = re.compile(r"([0-9]+)$")
+_SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{.*\})? (\S+)", re.MULTILINE)
+
+
+class EngineError(PolicyError):
+    """A policy server can't do what it was asked. `fault` tells the cases apart (see Fault)."""
+
+    def __init__(self, fault: Fault, message: str) -> None:
+        super().__init__(message)
+        self.fault: Fault = fault
+
+
+class About(NamedTuple):
+    """What a server says of itself. `root`: where its weights and tokenizer came from; `window`: tokens of prompt and
+    completion, 0 unknown; `version`: of its weights, None where it tells none; `dev_mode`: whether it has a control
+    side."""
+
+    model: str
+    root: str
+    window: int
+    version: int | None
+    dev_mode: bool
+
+
+class Probe(NamedTuple):
+    """One token was generated, on `endpoint` ("generate" or "completions"), within `seconds`.
+
+    `version`: of the weights that sampled it; None where the server tells none."""
+
+    endpoint: str
+    version: int | None
+    seconds: float
+
+
+class Engine:
+    """The server at `url`. `timeout`: seconds for one call, where the call gives none of its own.
+
+    Each call raises EngineError. `session`: an aiohttp session to use; without one the engine opens and closes its own
+    (`async with Engine(url) as engine`, or `await engine.close()`).
+    """
+
+    def __init__(self, url: str, session: aiohttp.ClientSession | None = None, *, timeout: float = TIMEOUT) -> None:
+        self.url = url.rstrip("/")
+        self.timeout = timeout
+        self._session = session
+        self._owned = session is None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the engine's own session; a given one stays open. Safe twice."""
+        if self._owned and self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def about(self, model: str = "") -> About:
+        """What it serves. Raises EngineError (misfit) where it lists models, and none is called `model`."""
+        status, body = await self._send("GET", "/v1/models")
+        listed = self._field(body, "data") if status == 200 else []
+        if status not in (200, 404):
+            raise self._failure(status, body, "/v1/models")
+        found = [item for item in listed if isinstance(item, dict) and model in ("", item.get("id"))]
+        if listed and not found:
+            names = ", ".join(str(item.get("id")) for item in listed if isinstance(item, dict))
+            raise EngineError("misfit", f"{self.url} serves no model called {model!r} (it serves: {names})")
+        first: Mapping[str, Any] = found[0] if found else {}
+        status, _ = await self._send("GET", "/is_paused")
+        return About(
+            model=str(first.get("id") or model),
+            root=str(first.get("root") or ""),
+            window=int(first.get("max_model_len") or 0),
+            version=await self.version(),
+            dev_mode=status == 200,
+        )
+
+    async def version(self) -> int | None:
+        """Number of its weights by its own label; None where it tells none."""
+        label = await self.label()
+        return None if label is None else self._number(label)
+
+    async def label(self) -> str | None:
+        """Its own label of its weights, UNTOLD where nobody has told it any; None where it tells none."""
+        status, body = await self._send("GET", "/weight_info")
+        if status == 404:
+            return None
+        if status != 200:
+            raise self._failure(status, body, "/weight_info")
+        return str(self._field(body, "weight_version"))
+
+    async def probe(self, model: str = "", endpoint: str = "", *, priority: int | None = None) -> Probe:
+        """Generate one token. `endpoint`: "generate", "completions", or "" to find out which it has.
+
+        `priority` is sent only where given: lower goes first on servers that schedule by priority.
+        """
+        about: dict[str, Any] = {"stream": False}
+        if model:
+            about["model"] = model
+        if priority is not None:
+            about["priority"] = priority
+        if endpoint != "completions":
+            try:
+                return await self._probe_generate(about)
+            except EngineError as error:
+                if endpoint or error.fault != "misfit":
+                    raise
+                lacking = error
+            try:
+                return await self._probe_completions(about)
+            except EngineError as error:
+                if error.fault != "misfit":
+                    raise
+                raise EngineError("misfit", f"{lacking}; {error}") from None
+        return await self._probe_completions(about)
+
+    async def _probe_generate(self, about: Mapping[str, Any]) -> Probe:
+        params = {"max_tokens": 1, "temperature": 1.0, "logprobs": 0}
+        asked = {**about, "token_ids": PROMPT, "sampling_params": params}
+        path, began = "/inference/v1/generate", time.monotonic()
+        choice = self._choice(await self._ask(path, asked, lacking="start vLLM with --enable-scale-out"), path)
+        seconds = time.monotonic() - began
+        spans = choice.get("weight_versions")
+        if not spans:  # a server that labels no spans, or a reply that was aborted before its first token
+            return Probe("generate", await self.version(), seconds)
+        try:
+            return Probe("generate", self._number(spans[-1]["version"]), seconds)
+        except (KeyError, TypeError, IndexError):
+            raise EngineError("misfit", f"{self.url}{path}: weight_versions is {str(spans)[:80]}") from None
+
+    async def _probe_completions(self, about: Mapping[str, Any]) -> Probe:
+        asked = {**about, "prompt": PROMPT, "max_tokens": 1, "temperature": 1.0, "logprobs": 0}
+        asked |= {"return_token_ids": True, "return_tokens_as_token_ids": True}
+        path, began = "/v1/completions", time.monotonic()
+        self._choice(await self._ask(path, asked, lacking="token ids can't be had from it"), path)
+        return Probe("completions", await self.version(), time.monotonic() - began)
+
+    async def _ask(self, path: str, asked: Mapping[str, Any], lacking: str) -> bytes:
+        status, body = await self._send("POST", path, asked)
+        if status in (403, 404):
+            raise EngineError("misfit", f"{self.url}{path}: HTTP {status}: {error_text(body)} ({lacking})")
+        if status != 200:
+            raise await self._judged(status, body, path)
+        return body
+
+    def _choice(self, body: bytes, path: str) -> dict[str, Any]:
+        choices = self._field(body, "choices")
+        choice = choices[0] if isinstance(choices, list) and choices else None
+        if not isinstance(choice, dict) or not isinstance(choice.get("token_ids"), list):
+            raise EngineError("misfit", f"{self.url}{path} answers without token_ids: it is no token interface")
+        return choice
+
+    async def healthy(self) -> bool:
+        """What `/health` says; True proves little: a server that hangs may still answer it."""
+        try:
+            status, _ = await self._send("GET", "/health")
+        except EngineError:
+            return False
+        return status == 200
+
+    async def pause(self, mode: str = "keep", *, timeout: float | None = None) -> None:
+        """Start no token any more: `keep` freezes what runs, `abort` ends it, `wait` returns when it is over."""
+        await self._control("/pause", params={"mode": mode}, timeout=timeout)
+
+    async def resume(self, *, timeout: float | None = None) -> None:
+        """Go on; safe where it was not paused."""
+        await self._control("/resume", timeout=timeout)
+
+    async def is_paused(self) -> bool:
+        status, body = await self._send("GET", "/is_paused")
+        if status == 404:
+            raise EngineError("misfit", f"{self.url}/is_paused: {NO_DEV_MODE}")
+        if status != 200:
+            raise self._failure(status, body, "/is_paused")
+        return bool(self._field(body, "is_paused"))
+
+    async def load(self, path: str, *, timeout: float = LOAD_SECONDS) -> None:
+        """Load the weights in this folder, as the server's machine sees it. The label stays: see `relabel`."""
+        asked = {"method": "reload_weights", "kwargs": {"weights_path": path}}
+        await self._control("/collective_rpc", asked, timeout=timeout)
+
+    async def relabel(self, version: int, *, timeout: float | None = None) -> None:
+        """Tokens sampled from now on are of this version."""
+        await self._control("/update_weight_version", {"new_version": str(version)}, timeout=timeout)
+
+    async def reset_cache(self, *, timeout: float | None = None) -> None:
+        """Forget every computed prefix, those of running requests too: it belongs to the old weights."""
+        path = "/reset_prefix_cache"
+        body = await self._control(path, params={"reset_running_requests": "true"}, timeout=timeout)
+        if self._field(body, "success") is False:
+            raise EngineError("refused", f"{self.url}{path}: its prefix cache is in use and was not reset")
+
+    async def generated(self) -> int:
+        """Tokens that it has worked on since it started, prompts' and sampled ones: any progress moves this number."""
+        return round(await self._metric(PROGRESS))
+
+    async def queued(self) -> int:
+        """Requests that it has now, running or waiting, whoever sent them."""
+        return round(await self._metric(QUEUED))
+
+    async def _metric(self, names: tuple[str, ...]) -> float:
+        status, body = await self._send("GET", "/metrics")
+        if status != 200:
+            raise self._failure(status, body, "/metrics")
+        samples = [(name, value) for name, value in _SAMPLE.findall(body.decode("utf-8", "replace")) if name in names]
+        if not samples:
+            raise EngineError("misfit", f"{self.url}/metrics has no {names[0]}")
+        return sum(float(value) for _, value in samples)
+
+    async def _control(
+        self,
+        path: str,
+        asked: Mapping[str, Any] | None = None,
+        *,
+        params: Mapping[str, str] | None = None,
+        timeout: float | None = None,
+    ) -> bytes:
+        status, body = await self._send("POST", path, asked, params=params, timeout=timeout)
+        if status == 404:
+            raise EngineError("misfit", f"{self.url}{path}: {NO_DEV_MODE}")
+        if status != 200:
+            raise await self._judged(status, body, path)
+        return body
+
+    async def _send(
+        self,
+        method: str,
+        path: str,
+        asked: Mapping[str, Any] | None = None,
+        *,
+        params: Mapping[str, str] | None = None,
+        timeout: float | None = None,
+    ) -> tuple[int, bytes]:
+        """Status and body. Raises EngineError where no reply came, ConfigError where the URL is none."""
+        import aiohttp
+
+        limit = self.timeout if timeout is None else timeout
+        if self._session is None:
+            # A kept connection may be closed by the server just when a POST goes out, which nobody may send twice;
+            # a proxy of the environment is not for the line.
+            connector = aiohttp.TCPConnector(force_close=True)
+            self._session = aiohttp.ClientSession(connector=connector, trust_env=False)
+        limits = aiohttp.ClientTimeout(total=limit, sock_connect=min(limit, TIMEOUT))
+        try:
+            async with self._session.request(
+                method, f"{self.url}{path}", json=asked, params=params, timeout=limits
+            ) as reply:
+                return reply.status, await reply.read()
+        except aiohttp.InvalidURL as error:
+            raise ConfigError(f"{self.url!r} is no URL of a policy server: {error}") from None
+        except aiohttp.ConnectionTimeoutError:
+            raise EngineError("dead", f"{self.url}: no connection within {min(limit, TIMEOUT):g} s") from None
+        except TimeoutError:
+            raise EngineError("hang", f"{self.url}{path}: no reply within {limit:g} s") from None
+        except aiohttp.ClientConnectorError as error:
+            why = os.strerror(error.os_error.errno) if error.os_error.errno else str(error.os_error)
+            raise EngineError("dead", f"{self.url}: cannot connect ({why})") from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise EngineError("dead", f"{self.url}{path}: {error or type(error).__name__}") from error
+
+    async def _judged(self, status: int, body: bytes, path: str) -> EngineError:
+        """The error of a status; whether behind a 500 or 503 the engine is dead, `/health` knows."""
+        failure = self._failure(status, body, path)
+        if status in (500, 503) and not await self.healthy():
+            return EngineError("dead", str(failure))
+        return failure
+
+    def _failure(self, status: int, body: bytes, path: str) -> EngineError:
+        fault: Fault = "refused"
+        if status in (429, 503):
+            fault = "overload"
+        elif status in (403, 404, 405):
+            fault = "misfit"
+        elif status in (502, 504) or (status == 500 and b"EngineCore" in body):
+            fault = "dead"
+        return EngineError(fault, f"{self.url}{path}: HTTP {status}: {error_text(body)}")
+
+    def _field(self, body: bytes, name: str) -> Any:
+        try:
+            return json.loads(body)[name]
+        except (ValueError, KeyError, TypeError):
+            raise EngineError("misfit", f"{self.url} answers without {name}: {error_text(body)[:100]}") from None
+
+    def _number(self, label: Any) -> int:
+        try:
+            return version_number(label)
+        except PolicyReplyError as error:
+            raise EngineError("misfit", f"{self.url}: {error}") from None
+
+
+def version_number(label: Any) -> int:
+    """The rising integer in an engine's label: "default" is 0, "step-12" and "12" are 12. Raises PolicyReplyError."""
+    text = str(label)
+    found = _NUMBER.search(text)
+    if found and len(found[1]) <= 16 and int(found[1]) <= MOST_VERSION:
+        return int(found[1])
+    if text == UNTOLD:
+        return 0
+    raise PolicyReplyError(
+        f"weight version {text[:80]!r} ends in no number up to {MOST_VERSION}: give versions such as 12 or step-12"
+    )
+
+
+def error_text(body: bytes) -> str:
+    """The server's own sentence in an error reply: one line, at most 500 characters."""
+    try:
+        found = json.loads(body)
+    except ValueError:
+        found = body.decode("utf-8", "replace")
+    for name in ("error", "message", "detail"):
+        if isinstance(found, dict) and found.get(name):
+            found = found[name]
+    return " ".join(str(found).split())[:500]
