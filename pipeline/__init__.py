@@ -7,10 +7,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pipeline.client import RolloutClient as RolloutClient
     from pipeline.envelope import Task as Task
-    from pipeline.errors import Incomplete as Incomplete, MemoryHigh as MemoryHigh, QueueFull as QueueFull
+    from pipeline.errors import (
+        Incomplete as Incomplete,
+        MemoryHigh as MemoryHigh,
+        PolicyError as PolicyError,
+        QueueFull as QueueFull,
+    )
     from pipeline.interfaces import AgentHandler as AgentHandler, Context as Context, Reward as Reward
     from pipeline.results import Group as Group, Rollout as Rollout
     from pipeline.sync_client import SyncRolloutClient as SyncRolloutClient
+    from pipeline.weights import Update as Update
 
 _WHERE = {
     "AgentHandler": "pipeline.interfaces",
@@ -18,12 +24,14 @@ _WHERE = {
     "Group": "pipeline.results",
     "Incomplete": "pipeline.errors",
     "MemoryHigh": "pipeline.errors",
+    "PolicyError": "pipeline.errors",
     "QueueFull": "pipeline.errors",
     "Reward": "pipeline.interfaces",
     "Rollout": "pipeline.results",
     "RolloutClient": "pipeline.client",
     "SyncRolloutClient": "pipeline.sync_client",
     "Task": "pipeline.envelope",
+    "Update": "pipeline.weights",
 }
 
 __all__ = [
@@ -32,12 +40,14 @@ __all__ = [
     "Group",
     "Incomplete",
     "MemoryHigh",
+    "PolicyError",
     "QueueFull",
     "Reward",
     "Rollout",
     "RolloutClient",
     "SyncRolloutClient",
     "Task",
+    "Update",
 ]
 
 

@@ -19,12 +19,15 @@ MOST = 100
 """Findings that are listed; the rest is counted."""
 
 STAGES = (*(stage.value for stage in WORKING), "done")
-SINGLE = {"schema", "seq", "due", "places", "workers", "beats", "counts", "tick", "blind"}
+SINGLE = {
+    "schema", "seq", "due", "places", "workers", "beats", "counts", "tick", "blind", "backends", "policy", "versions",
+    "loads",
+}  # fmt: skip
 FAMILIES = {
     "r", "a", "p", "t", "g", "m", "ready", "place", "lease", "delayed", "groups", "own", "died", "credit", "claim",
-    "bell", "dead", "letter", "gone",
+    "bell", "dead", "letter", "gone", "started", "backend", "raise",
 }  # fmt: skip
-EXPIRING = {"died", "claim", "letter", "gone"}
+EXPIRING = {"died", "claim", "letter", "gone", "raise"}
 
 
 @dataclass
@@ -38,6 +41,7 @@ class Found:
     owners: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     expiring: list[str] = field(default_factory=list)
+    backends: set[str] = field(default_factory=set)
 
 
 async def audit(queue: Queue) -> list[str]:
@@ -46,7 +50,7 @@ async def audit(queue: Queue) -> list[str]:
     found.lanes |= set(queue.config.line.lanes)
     await _members(queue, found)
     findings = list(found.wrong)
-    for check in (_rollouts, _owners, _payloads, _groups, _complete, _lanes, _counters, _lives):
+    for check in (_rollouts, _owners, _payloads, _groups, _complete, _lanes, _counters, _backends, _lives):
         findings.extend(await check(queue, found))
     if len(findings) > MOST:
         findings[MOST:] = [f"and {len(findings) - MOST} findings more"]
@@ -78,8 +82,10 @@ def _sort(found: Found, name: str) -> None:
             found.owners.append(rest)
         elif kind == "ready":
             found.lanes.add(rest.partition(":")[2])
-        elif kind == "place":
+        elif kind in ("place", "started"):
             found.lanes.add(rest)
+        elif kind == "backend":
+            found.backends.add(rest)
         if kind in EXPIRING:
             found.expiring.append(name)
     else:
@@ -94,6 +100,9 @@ async def _members(queue: Queue, found: Found) -> None:
     for name in names:
         async for page in _pages(queue, "ZSCAN", queue.key(*name)):
             found.ids.update(page[::2])
+    for lane in sorted(found.lanes):
+        async for page in _pages(queue, "SSCAN", queue.key("started", lane)):
+            found.ids.update(page)
 
 
 async def _pages(queue: Queue, command: str, key: str) -> AsyncIterator[list[str]]:
@@ -218,6 +227,22 @@ async def _counters(queue: Queue, found: Found) -> list[str]:
         findings.append(f"{enqueued} rollouts were enqueued, but {live} live and {acked} acked make {live + acked}")
     if live != sum(sizes):
         findings.append(f"{live} rollouts are counted as live, but {sum(sizes)} stand in the sets")
+    return findings
+
+
+async def _backends(queue: Queue, found: Found) -> list[str]:
+    """A policy server and its place in the list belong together."""
+    listed = queue.key("backends")
+    async for page in _pages(queue, "ZSCAN", listed):
+        found.backends.update(page[::2])
+    ids = sorted(found.backends)
+    looks = [(("ZSCORE", listed, id), ("HGET", queue.key("backend", id), "url")) for id in ids]
+    findings = []
+    for id, (place, url) in zip(ids, await _pairs(queue, looks), strict=True):
+        if place is not None and not url:
+            findings.append(f"policy server {id} is listed but has no URL")
+        if place is None and url is not None:
+            findings.append(f"policy server {id} has a hash but is not listed: its lease can't run out")
     return findings
 
 

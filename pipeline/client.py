@@ -17,31 +17,29 @@ import contextlib
 import logging
 import os
 import socket
-import time
 import uuid
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import Iterable
 from types import TracebackType
 from typing import Any, Self
 
+from pipeline.backends import Backend, Backends, View
 from pipeline.config import Config, load
-from pipeline.connection import check, connect, connect_sync
-from pipeline.envelope import Envelope, Task, check_task, encode, encode_compressed, rollout_id
-from pipeline.errors import Incomplete, MemoryHigh, QueueFull, RedisUnavailable, TaskError
-from pipeline.inspect import attempts_of, counts, depth, fields_of, workers
-from pipeline.keeper import Keeper
-from pipeline.leases import Popped
-from pipeline.missing import summed_up, why_missing
-from pipeline.outstanding import PAGE, Outstanding
+from pipeline.connection import check, connect
+from pipeline.consumer import Consumer
+from pipeline.envelope import Task
+from pipeline.errors import ConfigError, RedisUnavailable, TaskError
+from pipeline.inspect import counts, depth, workers
+from pipeline.outstanding import Outstanding
+from pipeline.producer import Producer
 from pipeline.queue import Queue
-from pipeline.results import Batch, Group, Rollout, read
+from pipeline.registration import Registration, register
+from pipeline.results import Batch, Group, Rollout
+from pipeline.weights import Mode, Move, Update, Weights
 
 log = logging.getLogger(__name__)
 
-MOST_SAMPLES = 10_000
-"""Samples of one group: they are enqueued all or none, in one step that holds Redis for 20 us each."""
-
-ASK_EVERY = 5.0
-"""Seconds between two looks for rollouts that the server has no record of, while `pop` waits."""
+CLOSE_SECONDS = 30.0
+"""For a client that leaves in a pause to let the servers go on."""
 
 
 class RolloutClient:
@@ -63,10 +61,13 @@ class RolloutClient:
         self.name = f"client-{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
         self._client = connect(config)
         self.queue = Queue(self._client, config, patience=config.limits.outage)
-        self._keeper: Keeper | None = None
+        self.backends = Backends(self.queue)
         self._outstanding = Outstanding(config.keep.gone_hours * 3600)
-        self._popping = asyncio.Lock()
-        self._ticked = self._asked = time.monotonic()
+        self._producer = Producer(self.queue, self._outstanding)
+        self._consumer = Consumer(self.queue, self.name, self._outstanding, self._producer)
+        life = config.lease.done_seconds
+        self._weights = Weights(self.backends, self.name, life=life, told=self._consumer.hold_pause)
+        self._registered: list[Registration] = []
 
     async def __aenter__(self) -> Self:
         await self.open()
@@ -82,16 +83,17 @@ class RolloutClient:
         for warning in (await check(self._client)).warnings:
             log.warning("%s", warning)
         await self.queue.check_schema()
-        self._keeper = Keeper(connect_sync(self.config), self.queue, self.name, self.config.lease.done_seconds)
-        self._keeper.start()
+        self._consumer.open()
 
     async def close(self) -> None:
-        """Give back what is popped and not acked, and disconnect."""
-        if self._keeper is not None:
-            left = self._keeper.stop()
-            self._keeper = None
-            if left:
-                await self._hand_back(left)
+        """Give back what is popped and not acked, end a pause, strike off the servers registered here; disconnect."""
+        with contextlib.suppress(RedisUnavailable, TimeoutError):  # what can't be ended now ends with its lease
+            async with asyncio.timeout(CLOSE_SECONDS):
+                await self._weights.close()
+        for registration in self._registered:
+            await registration.close()
+        self._registered.clear()
+        await self._consumer.close()
         await self._client.aclose()
 
     # -- in ----------------------------------------------------------------------------------------------------------
@@ -106,68 +108,7 @@ class RolloutClient:
         are in, the refused one is not.
         """
         self._check_lane(lane)
-        if not 1 <= samples <= MOST_SAMPLES:
-            raise TaskError(f"samples is {samples}: a group has 1 to {MOST_SAMPLES} (one step writes them all)")
-        if not -1_000_000 <= priority <= 1_000_000:
-            raise TaskError(f"priority is {priority}: it must lie within -1000000 and 1000000")
-        wanted = list(tasks)
-        for task in wanted:
-            check_task(task)
-        ids: list[str] = []
-        known = 0
-        for task in wanted:
-            named, fresh = await self._enqueue(task, samples, priority, lane, wait)
-            ids.extend(named)
-            known += len(named) - fresh
-        if known:
-            log.warning(
-                "%d of %d rollouts were in the line already, or are acked: nothing changed for them", known, len(ids)
-            )
-        return ids
-
-    async def _enqueue(self, task: Task, samples: int, priority: int, lane: str, wait: float) -> tuple[list[str], int]:
-        """The rollouts' ids, and how many of them are new."""
-        group = task.id or f"{task.handler.rpartition(':')[2].lower()}-{uuid.uuid4().hex[:12]}"
-        about = {"samples": samples, "priority": priority, "lane": lane, "enqueued": time.time()}
-        ids = [rollout_id(group, sample) for sample in range(samples)]
-        until = time.monotonic() + wait
-        while True:
-            try:
-                if await self.queue.memory_high():
-                    high = self.config.memory.high
-                    raise MemoryHigh(
-                        f"Redis is above memory.high = {high:g} of its maxmemory: task {group} was not enqueued"
-                    )
-                fresh = await self._write(group, task, about, range(samples))
-                break
-            except (MemoryHigh, QueueFull):
-                if time.monotonic() > until:
-                    raise
-            await asyncio.sleep(0.2)
-        self._outstanding.add(group, task, about)
-        return ids, fresh
-
-    async def _write(self, group: str, task: Task, about: dict[str, Any], samples: Iterable[int]) -> int:
-        envelopes = [
-            Envelope(
-                id=rollout_id(group, sample),
-                group=group,
-                handler=task.handler,
-                sample=sample,
-                samples=about["samples"],
-                lane=about["lane"],
-                priority=about["priority"],
-                policy=task.policy,
-                enqueued=about["enqueued"],
-                deadline=task.deadline,
-            )
-            for sample in samples
-        ]
-        return await self.queue.enqueue(
-            group, encode_compressed(task), [(item.id, encode(item)) for item in envelopes], lane=about["lane"],
-            priority=about["priority"], samples=about["samples"], queue_ttl=self.config.limits.queue_ttl,
-            deadline=task.deadline, handler=task.handler,
-        )  # fmt: skip
+        return await self._producer.enqueue(tasks, samples=samples, priority=priority, lane=lane, wait=wait)
 
     def _check_lane(self, lane: str) -> None:
         if lane not in self.config.line.lanes:
@@ -182,25 +123,10 @@ class RolloutClient:
 
         Raises Incomplete after `timeout` seconds: it says n of m, each missing id and why, and holds what came in
         `.batch`; RedisUnavailable where Redis is away for that long. A pop that is cancelled, or that fails otherwise,
-        gives back what it held.
+        gives back what it held. With policy.stale = "drop", stale rollouts are thrown away on the way.
         """
         self._check_lane(lane)
-        _check_count(n)
-        batch = Batch((), ())
-        async with self._popping, contextlib.AsyncExitStack() as undo:
-            undo.push_async_callback(lambda: self._give_back(batch))
-            async with contextlib.aclosing(self._ticks(timeout, lane)) as ticks:
-                async for _ in ticks:
-                    lease = self.config.lease.done_seconds
-                    leases = await self.queue.pop(lane, n - len(batch), self.name, lease, patience=timeout)
-                    if leases:
-                        batch = batch + await self._read(leases)
-                    if len(batch) >= n:
-                        undo.pop_all()
-                        return batch
-            incomplete = await self._incomplete(batch, n, len(batch), "rollouts", lane, timeout)
-            undo.pop_all()
-            raise incomplete
+        return await self._consumer.pop(n, timeout, lane)
 
     async def pop_groups(self, n: int, timeout: float | None = None, lane: str = "train") -> list[Group]:
         """Lease n whole groups of a lane, oldest first. Raises Incomplete as `pop` does; `.batch` is a list of groups.
@@ -209,127 +135,101 @@ class RolloutClient:
         rest comes.
         """
         self._check_lane(lane)
-        _check_count(n)
-        groups: list[Group] = []
-        async with self._popping, contextlib.AsyncExitStack() as undo:
-            undo.push_async_callback(lambda: self._give_back(groups))
-            async with contextlib.aclosing(self._ticks(timeout, lane)) as ticks:
-                async for _ in ticks:
-                    lease = self.config.lease.done_seconds
-                    found = await self.queue.pop_groups(lane, n - len(groups), self.name, lease, patience=timeout)
-                    for group, leases in found:
-                        groups.append(Group(group, (await self._read(leases)).rollouts))
-                    if len(groups) >= n:
-                        undo.pop_all()
-                        return groups
-            incomplete = await self._incomplete(groups, n, len(groups), "groups", lane, timeout)
-            undo.pop_all()
-            raise incomplete
+        return await self._consumer.pop_groups(n, timeout, lane)
 
     async def ack(self, popped: Batch | Group | Iterable[Group | Rollout] | Rollout) -> None:
         """The trainer is done with these: the line forgets them. Safe twice.
 
         Logs a warning for a rollout whose lease ran out before the ack: another consumer may have it too.
         """
-        ids = list(_ids(popped))
-        leases = self._keeper.leases(ids) if self._keeper else []
-        for at in range(0, len(leases), PAGE):
-            page = leases[at : at + PAGE]
-            for lease, reply in zip(page, await self.queue.take(page), strict=True):
-                if reply == "STALE":
-                    log.warning(
-                        "rollout %s was acked after its lease had run out: it may be popped a second time", lease.id
-                    )
-        if self._keeper:
-            self._keeper.forget(ids)
-        for id in ids:
-            self._outstanding.forget(id)
+        await self._consumer.ack(popped)
 
-    async def _give_back(self, popped: Any) -> None:
-        """Nobody will ever see these: let another pop have them. What can't be given back now returns by itself."""
-        if self._keeper is None:
-            return
-        ids = list(_ids(popped))
-        leases = self._keeper.leases(ids)
-        self._keeper.forget(ids)
-        await self._hand_back(leases)
+    # -- weights -----------------------------------------------------------------------------------------------------
 
-    async def _hand_back(self, leases: list[Popped]) -> None:
-        with contextlib.suppress(RedisUnavailable, TimeoutError):
-            async with asyncio.timeout(1.0):
-                await self.queue.hand_back(leases)
+    async def start_run(
+        self,
+        version: int,
+        *,
+        path: str | os.PathLike[str] = "",
+        move: Move | None = None,
+        mode: Mode = "keep",
+        batch: int = 0,
+        max_staleness: int | None = None,
+        lane: str = "train",
+    ) -> Update:
+        """A run of training begins, or goes on after a stop, at weights `version`; it may be lower than before.
 
-    async def _ticks(self, timeout: float | None, lane: str) -> AsyncGenerator[None, None]:
-        """Turns of a pop: at once, then with each ring, until `timeout`. Lost rollouts are enqueued again meanwhile."""
-        until = time.monotonic() + timeout if timeout is not None else None
-        bell = connect(self.config, blocking=True)
-        task = asyncio.current_task()
-        cancels = task.cancelling() if task else 0
-        try:
-            while True:
-                if task and task.cancelling() > cancels:  # wait_for, inside redis-py, swallows one on Python 3.11
-                    raise asyncio.CancelledError
-                yield
-                left = until - time.monotonic() if until is not None else 1.0
-                if left <= 0:
-                    return
-                key = self.queue.key("bell", "done", lane)
-                wait = min(1.0, self.config.lease.tick, max(0.01, left))
-                await self.queue.wait_for_bell(bell, key, wait, patience=timeout)
-                await self._upkeep()
-        finally:
-            await bell.aclose()
+        `path` or `move`: how the servers get them (as for `update_weights`); neither: they have them. `batch`: scored
+        rollouts of `lane` that one update trains on; at most (max_staleness + updates + 1) * batch are begun or popped
+        then (0: no bound). `max_staleness`: in updates, -1 any; default policy.max_staleness. Raises PolicyError when
+        no registered server took the weights.
+        """
+        self._check_lane(lane)
+        limit = self.config.policy.max_staleness if max_staleness is None else max_staleness
+        if batch < 0 or limit < -1:
+            raise ConfigError(f"batch is {batch} and max_staleness {limit}: they are at least 0 and -1")
+        before = (await self.policy()).policy.version
+        if before is not None and version < before:
+            log.warning(
+                "the run goes on at weights %d, below %d: what is in the line may have been sampled by weights whose "
+                "numbers are given a second time; cancel it, or go on above %d", version, before, before,
+            )  # fmt: skip
+        about: dict[str, Any] = {"batch": batch, "max_staleness": limit, "lane": lane}
+        return await self._weights.start(version, path=path, move=move, mode=mode, **about)
 
-    async def _upkeep(self) -> None:
-        """What is due while a pop waits; the times are the client's, so that many short pops do it too."""
-        now = time.monotonic()
-        if now - self._ticked > self.config.lease.tick:
-            self._ticked = now
-            await self.queue.tick()  # where no worker lives, nobody else gives a dead trainer's batch back
-        if now - self._asked > ASK_EVERY:
-            self._asked = now
-            try:
-                await self.restore()
-            except (MemoryHigh, QueueFull) as error:
-                log.warning("what the server lost can't be enqueued again now: %s", error)
+    async def update_weights(
+        self, version: int, *, path: str | os.PathLike[str] = "", move: Move | None = None, mode: Mode = "keep"
+    ) -> Update:
+        """All policy servers get new weights while rollouts run; `version` rises.
 
-    async def _read(self, leases: Sequence[Popped]) -> Batch:
-        """Records of leased rollouts; the leases are kept alive from here on."""
-        if self._keeper is None:
-            raise RuntimeError("this client is not open: use `async with RolloutClient()` or call `open()` first")
-        self._keeper.hold(leases)
-        try:
-            rollouts = await asyncio.gather(*(self._read_one(lease) for lease in leases))
-        except BaseException:
-            self._keeper.forget(lease.id for lease in leases)  # unread, they return by themselves
-            raise
-        return Batch(tuple(rollouts), tuple(leases))
+        `path`: a folder that the servers load; or `move`: a coroutine function that moves them, given the servers
+        (paused). `mode`: running calls are kept and go on with the new weights ("keep"), end first ("wait"), or are
+        broken off and go on from their partial tokens ("abort"). Names the servers that were left behind. Raises
+        PolicyError when none took them (the old ones stay in force), and what `move` raises.
+        """
+        return await self._weights.update(version, path=path, move=move, mode=mode)
 
-    async def _read_one(self, lease: Popped) -> Rollout:
-        fields, attempts = await asyncio.gather(fields_of(self.queue, lease.id), attempts_of(self.queue, lease.id))
-        token = fields.get("payload", b"").decode()
-        payload = await self.queue.read_payload(lease.id, token) if token else None
-        return read(lease, fields, attempts, payload)
+    async def pause(self, mode: Mode = "keep") -> tuple[Backend, ...]:
+        """No call goes out and no token is sampled until `resume`: for a trainer that moves the weights itself.
 
-    async def _incomplete(
-        self, batch: Any, wanted: int, got: int, what: str, lane: str, timeout: float | None
-    ) -> Incomplete:
-        popped = set(_ids(batch)) | self._held()
-        missing = await why_missing(self.queue, lane, [id for id in self._outstanding.ids(lane) if id not in popped])
-        return Incomplete(
-            f"{got} of {wanted} {what} came within {timeout if timeout is not None else 0:g} s: "
-            f"{summed_up(missing, lane)}",
-            batch=batch, wanted=wanted, got=got, missing=missing,
-        )  # fmt: skip
+        Returns the servers for which that holds. It holds as long as this client lives and `resume` was not called.
+        """
+        return await self._weights.pause(mode)
 
-    def _held(self) -> set[str]:
-        return self._keeper.ids() if self._keeper else set()
+    async def resume(self, version: int | None = None) -> Update:
+        """Go on after `pause`, with weights `version` on all servers that it named; None: the weights did not move."""
+        return await self._weights.resume(version)
+
+    async def register_backend(
+        self,
+        url: str,
+        kind: str = "vllm",
+        *,
+        id: str = "",
+        model: str = "",
+        tokenizer: str = "",
+        version: int | None = None,
+    ) -> str:
+        """Offer a policy server to the line for as long as this client lives; returns its id.
+
+        It must generate a token first. `version`: of its weights, where its own label does not say it. Raises
+        PolicyError (it does not answer, or lacks what is needed) and ConfigError (a wrong URL or kind, a taken id).
+        """
+        registration = await register(
+            self.config, url, self.name, id=id, kind=kind, model=model, tokenizer=tokenizer, version=version
+        )
+        self._registered.append(registration)
+        return registration.id
+
+    async def policy(self) -> View:
+        """The policy as the line knows it: weights in force, pause, bound; its servers and what runs on them."""
+        return await self.backends.view()
 
     # -- care --------------------------------------------------------------------------------------------------------
 
     async def restore(self) -> int:
         """Enqueue again what this client waits for and the server has no record of (it came back empty); how many."""
-        return await self._outstanding.restore(self.queue, self._held(), self._write)
+        return await self._producer.restore(self._consumer.held)
 
     async def cancel(self, ids: Iterable[str], why: str = "cancelled by the trainer") -> dict[str, str]:
         """Cancel: REMOVED, ASKED (its worker was told), DONE (too late) or NONE; each still ends in a record."""
@@ -340,18 +240,3 @@ class RolloutClient:
         """Depths by stage, counters, and the living workers."""
         depths, numbers, alive = await asyncio.gather(depth(self.queue), counts(self.queue), workers(self.queue))
         return {"stages": depths, "counts": numbers, "workers": alive, "outstanding": len(self._outstanding)}
-
-
-def _check_count(n: int) -> None:
-    if n < 1:
-        raise ValueError(f"pop of {n}: at least 1 is popped")
-
-
-def _ids(popped: Any) -> Iterable[str]:
-    if isinstance(popped, Rollout):
-        yield popped.id
-    elif isinstance(popped, Group):
-        yield from (rollout.id for rollout in popped.rollouts)
-    else:
-        for item in popped:
-            yield from _ids(item)

@@ -130,13 +130,20 @@ class PolicyConfig(Section):
     url: str = ""
     model: str = "policy"
     tokenizer: str = ""
-    renderer: str = "qwen3"
+    renderer: str = "auto"
     max_tokens: AtLeastOne = 1024
     temperature: Annotated[float, Field(ge=0)] = 1.0
     top_p: Share = 1.0
     context: AtLeastOne = 32_768
     request_timeout: Period = 3600.0
     max_turns: AtLeastOne = 100
+    max_staleness: Annotated[int, Field(ge=-1)] = -1
+    stale: Literal["mark", "drop"] = "mark"
+    update_timeout: Period = 600.0
+    probe_every: Period = 10.0
+    probe_timeout: Period = 10.0
+    backend_lease: Period = 30.0
+    vllm: str = "vllm"
 
 
 class SandboxConfig(Section):

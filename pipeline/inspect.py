@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+from pipeline.backends import Backends
 from pipeline.envelope import WORKING, Envelope, decode
 from pipeline.errors import EnvelopeError
 from pipeline.queue import Queue
@@ -26,6 +27,24 @@ class Depth:
     ready: int
     age: float
     place: int = 0
+
+
+BEGUN = -2_000_000_000_000_000
+"""At INIT, what stands before this waits for no weights: its group has begun (`begun_in` in prelude.lua)."""
+
+
+class Admission(NamedTuple):
+    """The trainer's bound on new rollouts of its lane: `begun` and not acked, of at most `bound`; `inside`: those of
+    them that wait at INIT, and may begin."""
+
+    lane: str
+    begun: int
+    bound: int
+    inside: int
+
+    def held_up(self, lane: str, waiting: int) -> int:
+        """How many of those that wait in a lane at INIT wait for the next update of the weights."""
+        return max(0, waiting - self.inside - max(0, self.bound - self.begun)) if lane == self.lane else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,9 +82,10 @@ async def _waiting(queue: Queue, key: str) -> tuple[int, float]:
 async def depth(queue: Queue) -> dict[str, dict[str, Any]]:
     """Per stage: ready (by lane), leased, delayed, dead, and the age of the next in turn (seconds).
 
-    `place` counts, by lane, those of the ready ones that wait for a place of a sandbox host.
+    Of the ready ones, by lane, `place` counts those that wait for a place of a sandbox host, `weights` those that the
+    trainer's bound keeps at INIT until its next update.
     """
-    lanes = list(queue.config.line.lanes)
+    lanes, bound = list(queue.config.line.lanes), await admission(queue)
     out: dict[str, dict[str, Any]] = {}
     for stage in STAGES:
         by_lane = await asyncio.gather(*(stage_depth(queue, stage, lane) for lane in lanes))
@@ -76,6 +96,10 @@ async def depth(queue: Queue) -> dict[str, dict[str, Any]]:
             "ready": {item.lane: item.ready for item in by_lane}, "age": max(item.age for item in by_lane),
             "leased": int(leased), "delayed": int(delayed), "dead": int(dead),
             "place": {item.lane: item.place for item in by_lane},
+            "weights": {
+                item.lane: bound.held_up(item.lane, item.ready) if bound and stage == WORKING[0].value else 0
+                for item in by_lane
+            },
         }  # fmt: skip
     return out
 
@@ -85,6 +109,21 @@ async def counts(queue: Queue) -> dict[str, int]:
     flat = await queue.execute("HGETALL", queue.key("counts"))
     pairs = flat.items() if isinstance(flat, dict) else zip(flat[::2], flat[1::2], strict=True)
     return {key.decode(): int(value) for key, value in pairs}
+
+
+async def admission(queue: Queue) -> Admission | None:
+    """None where no run bounds new rollouts."""
+    policy = (await Backends(queue).view()).policy
+    if policy.bound is None:
+        return None
+    sets = (queue.key("ready", WORKING[0].value, policy.lane), queue.key("place", policy.lane))
+    inside = [int(await queue.execute("ZCOUNT", name, "-inf", BEGUN)) for name in sets]
+    return Admission(policy.lane, await begun(queue, policy.lane), policy.bound, sum(inside))
+
+
+async def begun(queue: Queue, lane: str) -> int:
+    """Rollouts of a lane that INIT has begun and that are not acked."""
+    return int(await queue.execute("SCARD", queue.key("started", lane)))
 
 
 def _set_of(queue: Queue, stage: str, state: str, lane: str) -> str:
@@ -158,24 +197,24 @@ async def workers(queue: Queue, silent_after: float | None = None) -> list[dict[
 
 async def where(queue: Queue, ids: list[str]) -> dict[str, Where]:
     """Where each rollout is, with a sentence that says why it waits. Unknown ids are left out."""
-    names = ("stage", "state", "owner", "since", "lane", "why", "kind", "outcome", "place")
+    names = ("stage", "state", "owner", "since", "lane", "why", "kind", "outcome", "place", "group")
     rows = await asyncio.gather(*(queue.execute("HMGET", queue.key("r", id), *names) for id in ids))
     if not any(row[0] for row in rows):
         return {}
-    alive, clock = await workers(queue), await now(queue)
+    alive, clock, bound = await workers(queue), await now(queue), await admission(queue)
     out: dict[str, Where] = {}
     for id, row in zip(ids, rows, strict=True):
         if not row[0]:
             continue
         values = {name: item.decode("utf-8", "replace") if item else "" for name, item in zip(names, row, strict=True)}
         age = max(0.0, clock - int(values["since"] or 0) / 1000)
-        out[id] = Where(
-            id=id, stage=values["stage"], state=values["state"], why=_why(values, age, alive), fields=values
-        )
+        may = bound is not None and await queue.execute("HEXISTS", queue.key("g", values["group"]), "begun")
+        why = _why(values, age, alive, None if may else bound)
+        out[id] = Where(id=id, stage=values["stage"], state=values["state"], why=why, fields=values)
     return out
 
 
-def _why(values: dict[str, str], age: float, alive: list[dict[str, Any]]) -> str:
+def _why(values: dict[str, str], age: float, alive: list[dict[str, Any]], bound: Admission | None) -> str:
     stage, state = values["stage"], values["state"]
     serving = [worker for worker in alive if worker["stage"] == stage]
     if stage == "done":
@@ -196,6 +235,8 @@ def _why(values: dict[str, str], age: float, alive: list[dict[str, Any]]) -> str
         return f"waits {age:.0f} s in {stage}: its workers are stopping"
     if stage == "init" and all(worker.get("memory_high") for worker in serving):
         return f"waits {age:.0f} s in init: Redis is above the memory mark"
+    if stage == "init" and bound and bound.lane == values["lane"] and bound.begun >= bound.bound:
+        return f"waits {age:.0f} s in init for weights: {bound.begun} of {bound.bound} rollouts are begun and not acked"
     if stage == "init" and values["place"]:
         live, most = (sum(int(worker.get(name, 0)) for worker in serving) for name in ("sandboxes", "max_live"))
         return f"waits {age:.0f} s in init for a place: {live} of {most} sandboxes are live (sandbox.max_live)"

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypedDict, runt
 from pydantic import BaseModel
 
 from pipeline.builder import TrajectoryBuilder
+from pipeline.errors import PolicyError
 
 
 class Message(TypedDict, total=False):
@@ -119,6 +120,10 @@ class Policy(Protocol):
     context: int
     """Tokens of prompt and completion together that the server takes."""
 
+    async def ready(self) -> None:
+        """Return when `context` is known and the other methods can be called."""
+        ...
+
     async def generate(self, prompt_ids: Sequence[int], sampling: dict[str, Any]) -> Completion:
         """Sample one action. Raises PolicyError (retryable) or TaskError (a request that can never work)."""
         ...
@@ -137,8 +142,12 @@ class Policy(Protocol):
         completion_ids: Sequence[int],
         new: Sequence[Message],
         tools: Sequence[dict[str, Any]] = (),
+        before: Sequence[Message] = (),
     ) -> list[int] | None:
-        """Ids of prompt + completion + `new` messages up to where the policy speaks; None: render anew."""
+        """Ids of prompt + completion + `new` messages up to where the policy speaks; None: render anew.
+
+        `before`, if given, are the messages of prompt and completion: with them more formats can go on.
+        """
         ...
 
     def text(self, ids: Sequence[int]) -> str:
@@ -176,11 +185,11 @@ class Context:
 
     @property
     def policy(self) -> Policy:
-        """The policy of this attempt. Raises PolicyError-free LookupError where the stage has none."""
+        """The policy of this attempt. Raises PolicyError (tried again) where this call of the handler has none."""
         if self._policy is None:
-            raise LookupError(
-                "this stage has no policy: set policy.url and policy.tokenizer in the config, and call it from an "
-                "`async def` method"
+            raise PolicyError(
+                "there is no policy here: only `async def` methods have one, and without a Redis only where policy.url "
+                "is set"
             )
         return self._policy
 

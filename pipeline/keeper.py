@@ -1,4 +1,4 @@
-"""Keeps a consumer's leases alive from a thread of its own, while the trainer trains."""
+"""Keeps a trainer's leases alive from a thread of its own, while it trains: popped rollouts, a pause of the policy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ log = logging.getLogger(__name__)
 
 
 class Keeper(threading.Thread):
-    """Beats for popped rollouts until they are acked. `lease` is in seconds; a beat comes every third of it."""
+    """Beats for popped rollouts until they are acked, and for a pause until it is over.
+
+    `lease` is in seconds; a beat comes every third of it.
+    """
 
     def __init__(self, client: redis.Redis, queue: Queue, consumer: str, lease: float) -> None:
         super().__init__(name=f"keeper-{consumer}", daemon=True)
@@ -25,12 +28,17 @@ class Keeper(threading.Thread):
         self._consumer = consumer
         self._lease = lease
         self._held: dict[str, Popped] = {}
+        self._pausing = False
         self._lock = threading.Lock()
         self._ending = threading.Event()
 
     def hold(self, leases: Iterable[Popped]) -> None:
         with self._lock:
             self._held.update({lease.id: lease for lease in leases})
+
+    def hold_pause(self, held: bool) -> None:
+        """This consumer pauses the policy, or does so no longer."""
+        self._pausing = held
 
     def leases(self, ids: Iterable[str]) -> list[Popped]:
         with self._lock:
@@ -63,9 +71,21 @@ class Keeper(threading.Thread):
                     self._beat(held[at : at + 500])
                 except Exception as error:  # a keeper that ended would let every popped lease run out
                     log.warning("popped rollouts can't be kept alive now (%s); it is tried again", error)
+            try:
+                self._keep_pause()
+            except Exception as error:
+                log.warning("the policy's pause can't be renewed now (%s); it is tried again", error)
 
     def _beat(self, held: list[Popped]) -> None:
         triples = [("done", lease.id, lease.token) for lease in held]
         arguments = list(self._queue.beat_arguments(self._consumer, None, triples))
         arguments[1] = int(self._lease * 1000)
         run_script(self._client, "beat", self._queue.prefix, tuple(arguments))
+
+    def _keep_pause(self) -> None:
+        if not self._pausing:
+            return
+        life = int(self._lease * 1000)
+        kept = run_script(self._client, "policy_keep", self._queue.prefix, (self._consumer, life))
+        if not kept and self._pausing:  # it may have ended just now
+            log.warning("the policy's pause was over before it was renewed: calls go on")

@@ -13,7 +13,7 @@ stated.
     p:ID:TOKEN      string   payload written by the holder of TOKEN (zstd msgpack); expires until a commit makes it stay
     t:GROUP         string   the task of a group (zstd msgpack); where a letter needs it, it outlives the last ack by
                              keep.dead_days
-    g:GROUP         hash     samples lane order done left letters
+    g:GROUP         hash     samples lane order done left letters begun
     m:GROUP         set      ids of the group that are not acked
     ready:STAGE:LANE zset    waiting rollouts by order (age of the group, moved by priority); STAGE done: to be popped
     place:LANE      zset     waiting rollouts of INIT that need a sandbox: for a host with a free place
@@ -31,7 +31,17 @@ stated.
     letter:ID       hash     copy of a failed rollout for people; keep.dead_days
     gone:ID         string   tombstone of an acked rollout; keep.gone_hours
     workers, beats  hash, zset   what each worker says of itself (JSON), and when it last beat; 1 h
-    counts          hash     enqueued acked live scored failed cancelled committed:STAGE attempt|loss|fatal|back:STAGE
+    counts          hash     enqueued acked live scored failed cancelled dropped committed:STAGE
+                             attempt|loss|fatal|back:STAGE
+    backends        zset     policy servers by the end of their lease (ms; inf: registered by hand)
+    backend:ID      hash     url kind model tokenizer endpoint window version drained owner why
+    policy          hash     version ordinal updates path; paused mode target pause_owner pause_until pauses; batch
+                             max_staleness lane popped dropped
+    versions        zset     weights' versions by the ordinal of their update; the newest 1,000
+    loads           hash     RUN worker -> until when this holds (ms), the newest pause that it knows, its share: tokens
+                             in flight, calls and rate by backend (JSON)
+    started:LANE    set      rollouts of groups that INIT has begun, until their ack or an end without a score
+    raise:ID        string   who changes this backend's weights now; expires
     tick, blind     strings  last tick; until when no lease expires (server ms)
 
 Promise: at-least-once execution, exactly-once commit per (rollout, stage), bounded attempts, refusal instead of
@@ -138,7 +148,8 @@ class Queue:
             await asyncio.sleep(wait)
             wait = min(wait * 1.6, 1.0)
 
-    async def _verb(self, verb: str, *args: Any, patience: float | None = None) -> Any:
+    async def verb(self, verb: str, *args: Any, patience: float | None = None) -> Any:
+        """The reply of `lua/VERB.lua`, repeated while Redis is away."""
         return await self.outlast(lambda: self.pipe.script(verb, self.prefix, *args), patience)
 
     async def wait_for_bell(
@@ -215,7 +226,7 @@ class Queue:
             samples if samples is not None else len(envelopes), handler, *flat,
         )  # fmt: skip
         try:
-            status, count = await self._verb("enqueue", *args)
+            status, count = await self.verb("enqueue", *args)
         except OutOfMemoryError as error:
             raise MemoryHigh(
                 f"Redis is full ({error}); task {group} was not enqueued. Pop what is done, or wait"
@@ -232,7 +243,7 @@ class Queue:
     ) -> list[Popped]:
         """Lease up to n finished rollouts of a lane for `lease` seconds."""
         args = ("done", n, int(lease * 1000), consumer, nonce or uuid.uuid4().hex, 0, 0, lane, 1, 0)
-        rows = await self._verb("claim", *args, patience=patience)
+        rows = await self.verb("claim", *args, patience=patience)
         return [Popped(text_of(row[0]), text_of(row[1])) for row in rows]
 
     async def pop_groups(
@@ -241,27 +252,31 @@ class Queue:
         """Lease up to n complete groups of a lane: (group, its members that are not acked)."""
         args = (lane, n, int(lease * 1000), consumer, nonce or uuid.uuid4().hex)
         groups: dict[str, list[Popped]] = {}
-        for group, id, token in await self._verb("claim_groups", *args, patience=patience):
+        for group, id, token in await self.verb("claim_groups", *args, patience=patience):
             groups.setdefault(text_of(group), []).append(Popped(text_of(id), text_of(token)))
         return list(groups.items())
 
-    async def take(self, popped: Iterable[Popped]) -> list[str]:
-        """Acknowledge: OK, AGAIN (it was already) or STALE (another consumer has it) for each."""
+    async def take(self, popped: Iterable[Popped], *, drop: bool = False) -> list[str]:
+        """Acknowledge: OK, AGAIN (it was already) or STALE (another consumer has it) for each.
+
+        `drop`: they are too stale to train on, and count as dropped instead of popped.
+        """
         flat = [item for pair in popped for item in pair]
         if not flat:
             return []
-        return [text_of(reply) for reply in await self._verb("take", int(self.config.keep.gone_hours * 3600), *flat)]
+        life = int(self.config.keep.gone_hours * 3600)
+        return [text_of(reply) for reply in await self.verb("take", life, "drop" if drop else "ack", *flat)]
 
     async def hand_back(self, popped: Iterable[Popped]) -> int:
         """Give popped rollouts back at once; returns how many went back."""
         flat = [item for pair in popped for item in pair]
-        return int(await self._verb("hand_back", *flat)) if flat else 0
+        return int(await self.verb("hand_back", *flat)) if flat else 0
 
     async def cancel(self, ids: Sequence[str], why: str = "cancelled by the caller") -> list[str]:
         """REMOVED (it waited), ASKED (its worker was told), DONE (too late) or NONE (unknown) for each id."""
         replies: list[str] = []
         for at in range(0, len(ids), 500):
-            page = await self._verb("cancel", sendable(why), self.dead_seconds, *ids[at : at + 500])
+            page = await self.verb("cancel", sendable(why), self.dead_seconds, *ids[at : at + 500])
             replies.extend(text_of(reply) for reply in page)
         return replies
 
@@ -275,7 +290,7 @@ class Queue:
         At INIT, at most `places` of them are of handlers that need a sandbox.
         """
         args = self._claim_arguments(stage, n, worker, nonce or uuid.uuid4().hex, places)
-        return [read_claim(row) for row in await self._verb("claim", *args)]
+        return [read_claim(row) for row in await self.verb("claim", *args)]
 
     async def claim_at_bell(
         self,
@@ -312,7 +327,7 @@ class Queue:
 
     async def leave_sandbox(self, ids: Sequence[str]) -> list[bool]:
         """Take these rollouts' sandboxes away; whether each had one. Who works in it finds it gone: a loss."""
-        return [bool(int(item)) for item in await self._verb("leave", *ids)]
+        return [bool(int(item)) for item in await self.verb("leave", *ids)]
 
     async def silent(self, worker: str) -> float | None:
         """Seconds since a worker's last beat; None when it is not listed.
@@ -341,7 +356,7 @@ class Queue:
         """For each (id, the sandbox's text, token of INIT's attempt): whether that sandbox is still wanted."""
         if not sandboxes:
             return []
-        return [bool(int(item)) for item in await self._verb("hosted", *(part for item in sandboxes for part in item))]
+        return [bool(int(item)) for item in await self.verb("hosted", *(part for item in sandboxes for part in item))]
 
     async def write_payload(self, id: str, token: str, data: bytes, life: float) -> None:
         """Write a payload under its token; it expires after `life` seconds unless a commit makes it stay.
@@ -388,7 +403,7 @@ class Queue:
             stage, id, token, next_stage, envelope, token if written or payload is not None else "", payload or b"",
             restart, record, int(worked * 1000), result, self.dead_seconds, sandbox,
         )  # fmt: skip
-        return text_of(await self._verb("commit", *args))
+        return text_of(await self.verb("commit", *args))
 
     async def fail(
         self, stage: str, id: str, token: str, failure: Failure, *, record: str = "", worked: float = 0.0
@@ -399,7 +414,7 @@ class Queue:
             self.config.retry.losses, failure.kind, sendable(failure.why), record, int(worked * 1000),
             self.dead_seconds, sendable(failure.log[-4096:]), failure.host, failure.exit_code,
         )  # fmt: skip
-        status, attempts, losses = await self._verb("fail", *args)
+        status, attempts, losses = await self.verb("fail", *args)
         return text_of(status), int(attempts), int(losses)
 
     def beat_arguments(
@@ -418,8 +433,8 @@ class Queue:
         self, worker: str, about: dict[str, Any] | None, held: Sequence[tuple[str, str, str]]
     ) -> list[str | int]:
         """Renew leases: 1 held, 0 lost, or the reason of a cancel, for each (stage, id, token)."""
-        return read_beat(await self._verb("beat", *self.beat_arguments(worker, about, held)))
+        return read_beat(await self.verb("beat", *self.beat_arguments(worker, about, held)))
 
     async def tick(self) -> Ticked:
         """Upkeep: expire leases, promote delayed rollouts, end what is over its time."""
-        return read_tick(await self._verb("tick", *self.tick_arguments()))
+        return read_tick(await self.verb("tick", *self.tick_arguments()))

@@ -33,7 +33,8 @@ class Rollout:
 
     `parts`: named parts of the reward. `truncated`: "context", "turns", "length" or None. `state`: the handler's own
     map. `seconds`: enqueued to ended. `worked`: seconds of work over all attempts. `losses`: times it was given out
-    again without its own fault.
+    again without its own fault. `staleness`: updates of the weights between its oldest sampled token and its pop; None
+    where nothing was sampled, or no trainer has named a version. `stale`: that is more than max_staleness.
     """
 
     id: str
@@ -55,6 +56,13 @@ class Rollout:
     attempts: list[dict[str, Any]] = field(default_factory=list, repr=False)
     seconds: float = 0.0
     worked: float = 0.0
+    staleness: int | None = None
+    stale: bool = False
+
+    @property
+    def versions(self) -> tuple[int, int] | None:
+        """Oldest and newest version of the weights that sampled it; the runs are in `trajectory.sequences`."""
+        return self.trajectory.version_range if self.trajectory else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import queue
 import threading
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, Self, TypeVar
 
+from pipeline.backends import Backend, View
 from pipeline.client import RolloutClient
 from pipeline.config import Config
 from pipeline.envelope import Task
 from pipeline.results import Batch, Group, Rollout
+from pipeline.weights import Mode, Move, Update
 
 T = TypeVar("T")
+PlainMove = Callable[[tuple[Backend, ...]], object]
+"""Moves the weights to these servers, which are paused. It is called on the caller's own thread."""
 
 
 class SyncRolloutClient:
@@ -76,3 +82,78 @@ class SyncRolloutClient:
 
     def status(self) -> dict[str, Any]:
         return self._run(self._client.status())
+
+    def start_run(
+        self,
+        version: int,
+        *,
+        path: str | os.PathLike[str] = "",
+        move: PlainMove | None = None,
+        mode: Mode = "keep",
+        batch: int = 0,
+        max_staleness: int | None = None,
+        lane: str = "train",
+    ) -> Update:
+        return self._run_moving(
+            move,
+            lambda moved: self._client.start_run(
+                version, path=path, move=moved, mode=mode, batch=batch, max_staleness=max_staleness, lane=lane
+            ),
+        )
+
+    def update_weights(
+        self, version: int, *, path: str | os.PathLike[str] = "", move: PlainMove | None = None, mode: Mode = "keep"
+    ) -> Update:
+        return self._run_moving(
+            move, lambda moved: self._client.update_weights(version, path=path, move=moved, mode=mode)
+        )
+
+    def pause(self, mode: Mode = "keep") -> tuple[Backend, ...]:
+        return self._run(self._client.pause(mode))
+
+    def resume(self, version: int | None = None) -> Update:
+        return self._run(self._client.resume(version))
+
+    def register_backend(
+        self,
+        url: str,
+        kind: str = "vllm",
+        *,
+        id: str = "",
+        model: str = "",
+        tokenizer: str = "",
+        version: int | None = None,
+    ) -> str:
+        return self._run(
+            self._client.register_backend(url, kind, id=id, model=model, tokenizer=tokenizer, version=version)
+        )
+
+    def policy(self) -> View:
+        return self._run(self._client.policy())
+
+    def _run_moving(self, move: PlainMove | None, work: Callable[[Move | None], Coroutine[Any, Any, T]]) -> T:
+        """Run `work`; where it wants the weights moved, that happens here: devices belong to the caller's thread."""
+        if move is None:
+            return self._run(work(None))
+        asked: queue.SimpleQueue[tuple[Backend, ...] | None] = queue.SimpleQueue()
+        moved: asyncio.Future[None] = self._loop.create_future()
+
+        async def hand_over(servers: tuple[Backend, ...]) -> None:
+            asked.put(servers)
+            await moved
+
+        running = asyncio.run_coroutine_threadsafe(work(hand_over), self._loop)
+        running.add_done_callback(lambda _: asked.put(None))
+        try:
+            servers = asked.get()
+            if servers is not None:
+                try:
+                    move(servers)
+                except Exception as error:
+                    self._loop.call_soon_threadsafe(moved.set_exception, error)
+                else:
+                    self._loop.call_soon_threadsafe(moved.set_result, None)
+            return running.result()
+        except BaseException:
+            running.cancel()
+            raise

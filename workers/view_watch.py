@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections import Counter
 from typing import Any
 
 from rich.console import Group as Stack
@@ -15,7 +16,7 @@ from rich.text import Text
 from pipeline import inspect, wire
 from pipeline.errors import EnvelopeError
 from pipeline.queue import Queue
-from workers import view
+from workers import view, view_policy
 
 EVERY = 0.5
 """Seconds between two looks."""
@@ -28,8 +29,8 @@ LATEST = 12
 
 async def snapshot(queue: Queue) -> dict[str, Any]:
     """One look: stages, counts, workers, and the rewards of finished rollouts that wait to be popped."""
-    stages, counts, workers, rewards = await asyncio.gather(
-        inspect.depth(queue), inspect.counts(queue), inspect.workers(queue), _latest(queue)
+    stages, counts, workers, rewards, policy = await asyncio.gather(
+        inspect.depth(queue), inspect.counts(queue), inspect.workers(queue), _latest(queue), view_policy.look(queue)
     )
     return {
         "line": queue.config.line.name,
@@ -37,6 +38,7 @@ async def snapshot(queue: Queue) -> dict[str, Any]:
         "stages": stages,
         "counts": counts,
         "workers": workers,
+        "policy": policy,
         "latest": rewards,
     }
 
@@ -103,11 +105,12 @@ def render(history: list[dict[str, Any]]) -> Stack:
     head = f"line {last['line']}   {time.strftime('%H:%M:%S', time.localtime(last['time']))}   " + "  ".join(
         f"{name} {counts.get(name, 0)}" for name in ("enqueued", "live", "scored", "failed", "cancelled", "acked")
     )
-    return Stack(Text(head, style="bold"), Text(), _stages(history), Text(), _workers(last), Text(), _rewards(last))
+    parts = (_stages(history), _workers(last), _policy(last), _rewards(last))
+    return Stack(Text(head, style="bold"), *(part for shown in parts for part in (Text(), shown)))
 
 
 def _stages(history: list[dict[str, Any]]) -> Table:
-    made = _table("stage", "ready", "for a place", "oldest", "leased", "delayed", "dead", "per s")
+    made = _table("stage", "ready", "for a place", "for weights", "oldest", "leased", "delayed", "dead", "per s")
     for stage, item in history[-1]["stages"].items():
         speed = rate(history, "acked" if stage == "done" else f"committed:{stage}")
         ready = "  ".join(f"{lane} {count}" for lane, count in item["ready"].items())
@@ -116,6 +119,7 @@ def _stages(history: list[dict[str, Any]]) -> Table:
             stage,
             ready,
             str(sum(item["place"].values()) or ""),
+            str(sum(item["weights"].values()) or ""),
             age,
             str(item["leased"]),
             str(item["delayed"]),
@@ -140,6 +144,14 @@ def _workers(last: dict[str, Any]) -> Table:
     if not last["workers"]:
         made.add_row("no live worker", "", "", "", "", "start one: rollout work STAGE")
     return made
+
+
+def _policy(last: dict[str, Any]) -> Text:
+    """The weights in force, and how many servers are in which state."""
+    states = Counter(backend["state"] for backend in last["policy"]["backends"])
+    servers = ", ".join(f"{count} {state}" for state, count in sorted(states.items())) or "none is registered"
+    calls = sum(backend["calls"] for backend in last["policy"]["backends"])
+    return Text(f"policy: {view_policy.headline(last['policy'])}\nservers: {servers}; {calls} calls in flight")
 
 
 def _rewards(last: dict[str, Any]) -> Text:

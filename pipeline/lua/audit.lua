@@ -20,6 +20,12 @@ local function places(id)
   return found
 end
 
+local function started(id)
+  for _, lane in ipairs(lanes) do
+    if redis.call('SISMEMBER', key('started', lane), id) == 1 then return lane end
+  end
+end
+
 local function wanted(stage, state, lane, place)
   if state == 'ready' and stage == 'init' and place then return 'place:' .. lane end
   if state == 'ready' then return 'ready:' .. stage .. ':' .. lane end
@@ -34,14 +40,19 @@ for i = 2 + A[1], #A do
     out[#out + 1] = what
   end
   local v = redis.call('HMGET', h, 'stage', 'state', 'lane', 'owner', 'token', 'payload', 'group', 'place')
-  local found = places(id)
+  local found, begun = places(id), started(id)
   if redis.call('EXISTS', h) == 0 then
     if #found > 0 then wrong('stands in ' .. table.concat(found, ', ') .. ' but has no hash') end
     if redis.call('EXISTS', key('a', id)) == 1 then wrong('has a list of attempts but no hash') end
+    if begun then wrong('counts as started in lane ' .. begun .. ' but has no hash: it takes the place of a new one') end
   elseif not (v[1] and v[2] and v[3] and v[7]) then
     wrong('has a hash without stage, state, lane or group')
   else
     local place = wanted(v[1], v[2], v[3], v[8])
+    if begun and begun ~= v[3] then wrong('is of lane ' .. v[3] .. ' and counts as started in lane ' .. begun) end
+    if not begun and v[1] ~= 'done' and redis.call('HEXISTS', key('g', v[7]), 'begun') == 1 then
+      wrong('belongs to group ' .. v[7] .. ', which has begun, and does not count as started')
+    end
     if #found ~= 1 or found[1] ~= place then
       wrong('should stand in ' .. place .. ' alone and stands in ' .. (#found > 0 and table.concat(found, ', ') or 'no set'))
     end

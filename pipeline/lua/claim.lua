@@ -3,7 +3,8 @@
 -- -> per rollout {id, token, attempt, losses, alone, envelope, payload token, payload or '', waited ms, worked ms, task or '',
 --    lane of the place that it takes or ''}
 --    Payload and task come along when they are small (inline bytes): it saves the worker a round trip.
--- At INIT those that need a sandbox wait in sets of their own, and only so many are claimed as the worker has places.
+-- At INIT those that need a sandbox wait in sets of their own, and only so many are claimed as the worker has places; and no
+-- more than the trainer's bound on new rollouts admits.
 -- The nonce makes it idempotent: the same request sent again gets the same leases. Worker W has one claim in flight.
 local stage, memo = A[1], key('claim', A[4] .. ':' .. A[1])
 local inline = tonumber(A[6])
@@ -30,17 +31,26 @@ if redis.call('HGET', memo, 'nonce') == A[5] then
 end
 
 unlock()
-local lanes = {}
-local places, hidden = tonumber(A[7]), 0
+-- No further group may begin in this lane: what is left to claim are rollouts of those that have.
+local function only_begun(lane)
+  if lane.free > 0 then return end
+  lane.left = math.min(lane.left, begun_in(lane.ready))
+  lane.waits = begun_in(lane.place)
+  lane.quota = math.min(lane.quota, lane.waits)
+end
+
+local lanes, all = {}, {}
+local places = tonumber(A[7])
 for i = 8, #A, 3 do
-  local ready, place = key('ready', stage, A[i]), key('place', A[i])
-  local size = redis.call('ZCARD', ready)
-  local waits = stage == 'init' and redis.call('ZCARD', place) or 0
-  local quota = math.min(waits, tonumber(A[i + 2]))
-  hidden = hidden + waits
-  if size > 0 or (quota > 0 and places > 0) then
-    lanes[#lanes + 1] = { name = A[i], ready = ready, place = place, weight = tonumber(A[i + 1]), left = size, quota = quota }
-  end
+  local lane = { name = A[i], ready = key('ready', stage, A[i]), place = key('place', A[i]), weight = tonumber(A[i + 1]) }
+  lane.left = redis.call('ZCARD', lane.ready)
+  lane.waits = stage == 'init' and redis.call('ZCARD', lane.place) or 0
+  lane.quota = math.min(lane.waits, tonumber(A[i + 2]))
+  lane.free = stage == 'init' and lane.left + lane.waits > 0 and admits(A[i]) or math.huge
+  lane.bound = lane.free < math.huge
+  only_begun(lane)
+  all[#all + 1] = lane
+  if lane.left > 0 or (lane.quota > 0 and places > 0) then lanes[#lanes + 1] = lane end
 end
 
 -- The older of the lane's two heads: one that needs no place, and one that does where there is a place.
@@ -69,7 +79,7 @@ while need > 0 do
   best.credit = best.credit - total
   local set, counter = take_from(best)
   best[counter] = best[counter] - 1
-  if counter == 'quota' then places, hidden = places - 1, hidden - 1 end
+  if counter == 'quota' then places, best.waits = places - 1, best.waits - 1 end
   local id = redis.call('ZPOPMIN', set)[1]
   if id and redis.call('EXISTS', key('r', id)) == 1 then
     local h, token = key('r', id), A[5] .. '-' .. #out
@@ -78,6 +88,10 @@ while need > 0 do
     redis.call('HINCRBY', h, 'attempts:' .. stage, 1)
     redis.call('ZADD', key('lease', stage), whole(now + A[3]), id)
     redis.call('SADD', key('own', A[4]), id)
+    if stage == 'init' and redis.call('SADD', key('started', best.name), id) == 1 and best.bound then
+      best.free = best.free - 1 - begin_group(id, best.name)
+      only_begun(best)
+    end
     out[#out + 1] = describe(id, token)
     got[#got + 1] = id .. '\t' .. token .. '\n'
     need = need - 1
@@ -88,6 +102,8 @@ local waiting = 0
 for _, lane in ipairs(lanes) do waiting = waiting + lane.left end
 if waiting == 0 and stage ~= 'done' then redis.call('DEL', key('bell', stage)) end
 if waiting == 0 and stage == 'done' then redis.call('DEL', key('bell', 'done', A[8])) end
+local hidden = 0
+for _, lane in ipairs(all) do hidden = hidden + lane.waits end
 if hidden == 0 and stage == 'init' then redis.call('DEL', key('bell', 'place')) end
 for _, lane in ipairs(lanes) do
   if lane.left > 0 then redis.call('HSET', credits, lane.name, lane.credit) else redis.call('HDEL', credits, lane.name) end

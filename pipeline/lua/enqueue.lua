@@ -21,6 +21,7 @@ if tonumber(A[9]) > tonumber(redis.call('HGET', group, 'samples')) then -- the s
 end
 if redis.call('EXISTS', key('t', A[1])) == 0 then redis.call('SET', key('t', A[1]), A[2]) end
 local order = redis.call('HGET', group, 'order')
+local begun = redis.call('HEXISTS', group, 'begun') -- further members of a group that has begun do not wait for weights
 local place = redis.call('SISMEMBER', key('places'), A[10]) == 1
 for _, i in ipairs(fresh) do
   local id, h = A[i], key('r', A[i])
@@ -30,6 +31,7 @@ for _, i in ipairs(fresh) do
   if A[8] ~= '' then redis.call('HSET', h, 'deadline', A[8]) end
   if place then redis.call('HSET', h, 'place', '1') end
   redis.call('SADD', key('m', A[1]), id)
+  if begun == 1 then redis.call('SADD', key('started', A[4]), id) end
   to_ready(id, h, A[6])
 end
 redis.call('HINCRBY', group, 'left', #fresh)

@@ -27,6 +27,48 @@ local function ring_worker(worker)
   redis.call('EXPIRE', key('bell', 'worker', worker), 3600)
 end
 
+-- INIT may begin up to so many rollouts more.
+local function ring_init(count)
+  for _ = 1, math.min(tonumber(count or 0), 64) do
+    ring(key('bell', 'init'))
+    ring(key('bell', 'place'))
+  end
+end
+
+-- How many new rollouts of a lane INIT may begin. The trainer bounds one lane: a group may begin while begun and not acked +
+-- popped since its run started < (max_staleness + updates since then + 1) * batch. More would be too stale before the trainer
+-- gets to them. With its first rollout the whole group has begun: a trainer that pops groups must not wait for a member that
+-- waits for the trainer. What waits at INIT of groups that have begun stands AHEAD of all others.
+local AHEAD = 4e15
+local function admits(lane)
+  local v = redis.call('HMGET', key('policy'), 'lane', 'batch', 'max_staleness', 'updates', 'popped')
+  if v[1] ~= lane or tonumber(v[2]) < 1 or tonumber(v[3]) < 0 then return math.huge end
+  return math.max(0, (v[3] + v[4] + 1) * v[2] - v[5] - redis.call('SCARD', key('started', lane)))
+end
+
+-- Ended without a score, a rollout counts no longer as begun: another one may begin.
+local function not_begun(id, lane)
+  if redis.call('SREM', key('started', lane), id) == 1 and admits(lane) < math.huge then ring_init(1) end
+end
+
+-- Who pauses the policy, nil while it runs. A pause whose lease is over ends here.
+local function go_on() redis.call('HDEL', key('policy'), 'paused', 'mode', 'target', 'pause_owner', 'pause_until') end
+local function pauser()
+  local v = redis.call('HMGET', key('policy'), 'pause_owner', 'pause_until')
+  if v[2] and tonumber(v[2]) <= now then
+    go_on()
+    return nil
+  end
+  return v[1] or nil
+end
+
+-- Staleness counts updates, not the difference of the versions: each version is kept with the number of its update.
+local function in_force(version, path)
+  redis.call('HSET', key('policy'), 'version', version, 'path', path)
+  redis.call('ZADD', key('versions'), redis.call('HINCRBY', key('policy'), 'ordinal', 1), version)
+  redis.call('ZREMRANGEBYRANK', key('versions'), 0, -1001)
+end
+
 local function remember(id, record)
   if record and record ~= '' then
     redis.call('RPUSH', key('a', id), record)
@@ -58,12 +100,36 @@ local function waits_in(h, stage, lane)
   return key('ready', stage, lane), key('bell', stage)
 end
 
+-- Its turn at INIT: the order of its group, ahead of all groups that have not begun where this one has.
+local function turn_at_init(group, order)
+  return redis.call('HEXISTS', key('g', group), 'begun') == 1 and whole(order - AHEAD) or order
+end
+
+-- How many wait at INIT in this set (see waits_in) whose groups have begun.
+local function begun_in(set) return redis.call('ZCOUNT', set, '-inf', whole(-AHEAD / 2)) end
+
+-- A rollout begins at INIT under a bound, and with it its group: all its members count from now on. -> how many are new
+local function begin_group(id, lane)
+  local group, fresh = redis.call('HGET', key('r', id), 'group'), 0
+  redis.call('HSET', key('g', group), 'begun', 1)
+  for _, member in ipairs(redis.call('SMEMBERS', key('m', group))) do
+    local h = key('r', member)
+    local v = redis.call('HMGET', h, 'stage', 'state', 'order')
+    if v[1] ~= 'done' then fresh = fresh + redis.call('SADD', key('started', lane), member) end
+    if v[1] == 'init' and v[2] == 'ready' then
+      local set = waits_in(h, 'init', lane)
+      redis.call('ZADD', set, 'XX', whole(v[3] - AHEAD), member)
+    end
+  end
+  return fresh
+end
+
 local function to_ready(id, h, stage)
   if stage == 'init' then leave_sandbox(h) end
-  local v = redis.call('HMGET', h, 'lane', 'order')
+  local v = redis.call('HMGET', h, 'lane', 'order', 'group')
   redis.call('HSET', h, 'stage', stage, 'state', 'ready', 'token', '', 'since', whole(now))
   local set, bell = waits_in(h, stage, v[1])
-  redis.call('ZADD', set, v[2], id)
+  redis.call('ZADD', set, stage == 'init' and turn_at_init(v[3], v[2]) or v[2], id)
   watch(id, h, true)
   ring(bell)
 end
@@ -111,6 +177,7 @@ local function finish(id, h, outcome, kind, why, stage, dead_seconds)
   local v = redis.call('HMGET', h, 'lane', 'order', 'group')
   redis.call('ZREM', key('due'), id)
   leave_sandbox(h)
+  if outcome ~= 'scored' then not_begun(id, v[1]) end
   redis.call('HSET', h, 'outcome', outcome, 'ended', whole(now))
   if kind ~= '' then redis.call('HSET', h, 'kind', kind, 'why', why, 'at', stage) end
   if outcome == 'failed' then bury(id, h, stage, dead_seconds) end

@@ -1,13 +1,27 @@
--- The trainer has it: forget the rollout, leave a tombstone. A: tombstone's life s, then (id, token)...
+-- The trainer has it: forget the rollout, leave a tombstone. A: tombstone's life s, 'ack' or 'drop', then (id, token)...
 -- -> per id OK | AGAIN | STALE
+-- Dropped is what is too stale to train on: it does not count as popped, so that a new one may begin in its place.
 unlock()
-local out = {}
-for i = 2, #A, 2 do
+local out, run_lane = {}, redis.call('HGET', key('policy'), 'lane')
+
+local function leave_run(id, lane, outcome)
+  if A[2] == 'drop' then
+    not_begun(id, lane)
+  else
+    redis.call('SREM', key('started', lane), id)
+  end
+  if outcome ~= 'scored' then return end
+  if A[2] == 'drop' then redis.call('HINCRBY', key('counts'), 'dropped', 1) end
+  if lane == run_lane then redis.call('HINCRBY', key('policy'), A[2] == 'drop' and 'dropped' or 'popped', 1) end
+end
+
+for i = 3, #A, 2 do
   local id, token = A[i], A[i + 1]
   local h, gone = key('r', id), key('gone', id)
-  local v = redis.call('HMGET', h, 'token', 'group', 'payload', 'owner', 'stage')
+  local v = redis.call('HMGET', h, 'token', 'group', 'payload', 'owner', 'stage', 'lane', 'outcome')
   if v[1] == token and v[5] == 'done' then
     release(id, h, 'done', v[4])
+    leave_run(id, v[6], v[7])
     redis.call('SET', gone, token, 'EX', A[1])
     redis.call('UNLINK', h, key('a', id))
     if v[3] and v[3] ~= '' then redis.call('UNLINK', key('p', id, v[3])) end

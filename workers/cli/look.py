@@ -16,7 +16,7 @@ from pipeline.errors import TaskError
 from pipeline.queue import Queue
 from workers import interrupt
 from workers.cli.base import Command, check_lane, json_option, line, say, settings, table
-from workers.view import sandboxes, seconds
+from workers.view import sandboxes, seconds, tokenizer_of
 
 T = TypeVar("T")
 STAGE = click.Choice(list(inspect.STAGES))
@@ -48,6 +48,7 @@ def depth(ctx: click.Context, as_json: bool) -> None:
             lane,
             count,
             item["place"][lane] or "",
+            item["weights"][lane] or "",
             seconds(item["age"]) if count else "",
             item["leased"],
             item["delayed"],
@@ -56,7 +57,7 @@ def depth(ctx: click.Context, as_json: bool) -> None:
         for stage, item in found.items()
         for lane, count in item["ready"].items()
     ]
-    table(("stage", "lane", "ready", "for a place", "oldest", "leased", "delayed", "dead"), rows)
+    table(("stage", "lane", "ready", "for a place", "for weights", "oldest", "leased", "delayed", "dead"), rows)
 
 
 @click.command(cls=Command)
@@ -120,9 +121,11 @@ def show(ctx: click.Context, id: str, html: Path | None, as_json: bool) -> None:
     """All about one rollout: where it is and why, every attempt, the reward, the tokens coloured by the loss mask."""
     from workers import dossier, view_rollout
 
-    found = read(ctx, lambda queue: dossier.gather(queue, id))
-    folder = settings(ctx).config().policy.tokenizer
-    decode = view_rollout.decoder(settings(ctx).config(), folder)
+    async def look(queue: Queue) -> tuple[dossier.Dossier, str]:
+        return await dossier.gather(queue, id), await view_rollout.tokenizer(queue)
+
+    found, folder = read(ctx, look)
+    decode = tokenizer_of(folder)
     if html is not None:
         from workers.view_html import page
 
@@ -130,6 +133,7 @@ def show(ctx: click.Context, id: str, html: Path | None, as_json: bool) -> None:
             html.write_text(page(found, decode), encoding="utf-8")
         except OSError as error:
             raise TaskError(f"{html} can't be written: {error.strerror}") from None
+        click.echo(f"wrote {html}", err=True)
     if as_json:
         from workers.cli.pop import trajectory_record
 

@@ -1,0 +1,231 @@
+"""The trainer's way out: finished rollouts are leased, read, judged by their age, and acknowledged."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from typing import Any
+
+from pipeline.connection import connect, connect_sync
+from pipeline.errors import Incomplete, MemoryHigh, QueueFull, RedisUnavailable
+from pipeline.inspect import attempts_of, fields_of
+from pipeline.keeper import Keeper
+from pipeline.leases import Popped
+from pipeline.missing import summed_up, why_missing
+from pipeline.outstanding import PAGE, Outstanding
+from pipeline.producer import Producer
+from pipeline.queue import Queue
+from pipeline.results import Batch, Group, Rollout, read
+from pipeline.staleness import with_staleness
+
+log = logging.getLogger(__name__)
+
+ASK_EVERY = 5.0
+"""Seconds between two looks for rollouts that the server has no record of, while `pop` waits."""
+
+
+class Consumer:
+    """Pops as `name` from `queue`. What the server lost meanwhile is enqueued again by `producer`."""
+
+    def __init__(self, queue: Queue, name: str, outstanding: Outstanding, producer: Producer) -> None:
+        self._queue, self._name, self._config = queue, name, queue.config
+        self._outstanding, self._producer = outstanding, producer
+        self._keeper: Keeper | None = None
+        self._popping = asyncio.Lock()
+        self._ticked = self._asked = time.monotonic()
+        self._dropped: list[Rollout] = []
+
+    def open(self) -> None:
+        """From now on what is popped is kept alive."""
+        self._keeper = Keeper(connect_sync(self._config), self._queue, self._name, self._config.lease.done_seconds)
+        self._keeper.start()
+
+    async def close(self) -> None:
+        """Give back what is popped and not acked."""
+        if self._keeper is not None:
+            left = self._keeper.stop()
+            self._keeper = None
+            if left:
+                await self._hand_back(left)
+
+    def hold_pause(self, held: bool) -> None:
+        """Keep a pause of the policy alive too, or do so no longer."""
+        if self._keeper is not None:
+            self._keeper.hold_pause(held)
+
+    @property
+    def held(self) -> set[str]:
+        """Ids that are popped and not acked."""
+        return self._keeper.ids() if self._keeper else set()
+
+    async def pop(self, n: int, timeout: float | None, lane: str) -> Batch:
+        """What `RolloutClient.pop` promises."""
+        _check_count(n)
+        batch = Batch((), ())
+        async with self._popping, contextlib.AsyncExitStack() as undo:
+            undo.push_async_callback(lambda: self._give_back(batch))
+            async with contextlib.aclosing(self._ticks(timeout, lane)) as ticks:
+                async for _ in ticks:
+                    lease = self._config.lease.done_seconds
+                    leases = await self._queue.pop(lane, n - len(batch), self._name, lease, patience=timeout)
+                    if leases:
+                        batch = batch + await self._read(leases, lane)
+                    if len(batch) >= n:
+                        undo.pop_all()
+                        return batch
+            incomplete = await self._incomplete(batch, n, len(batch), "rollouts", lane, timeout)
+            undo.pop_all()
+            raise incomplete
+
+    async def pop_groups(self, n: int, timeout: float | None, lane: str) -> list[Group]:
+        """What `RolloutClient.pop_groups` promises."""
+        _check_count(n)
+        groups: list[Group] = []
+        async with self._popping, contextlib.AsyncExitStack() as undo:
+            undo.push_async_callback(lambda: self._give_back(groups))
+            async with contextlib.aclosing(self._ticks(timeout, lane)) as ticks:
+                async for _ in ticks:
+                    lease = self._config.lease.done_seconds
+                    found = await self._queue.pop_groups(lane, n - len(groups), self._name, lease, patience=timeout)
+                    for group, leases in found:
+                        batch = await self._read(leases, lane, whole=True)
+                        groups += [Group(group, batch.rollouts)] if batch else []
+                    if len(groups) >= n:
+                        undo.pop_all()
+                        return groups
+            incomplete = await self._incomplete(groups, n, len(groups), "groups", lane, timeout)
+            undo.pop_all()
+            raise incomplete
+
+    async def ack(self, popped: Any, *, drop: bool = False) -> None:
+        """The line forgets them. `drop`: they don't count as trained on."""
+        ids = list(ids_of(popped))
+        leases = self._keeper.leases(ids) if self._keeper else []
+        for at in range(0, len(leases), PAGE):
+            page = leases[at : at + PAGE]
+            for lease, reply in zip(page, await self._queue.take(page, drop=drop), strict=True):
+                if reply == "STALE":
+                    log.warning(
+                        "rollout %s was acked after its lease had run out: it may be popped a second time", lease.id
+                    )
+        if self._keeper:
+            self._keeper.forget(ids)
+        for id in ids:
+            self._outstanding.forget(id)
+
+    async def _give_back(self, popped: Any) -> None:
+        """Nobody will ever see these: let another pop have them. What can't be given back now returns by itself."""
+        if self._keeper is None:
+            return
+        ids = list(ids_of(popped))
+        leases = self._keeper.leases(ids)
+        self._keeper.forget(ids)
+        await self._hand_back(leases)
+
+    async def _hand_back(self, leases: list[Popped]) -> None:
+        with contextlib.suppress(RedisUnavailable, TimeoutError):
+            async with asyncio.timeout(1.0):
+                await self._queue.hand_back(leases)
+
+    async def _ticks(self, timeout: float | None, lane: str) -> AsyncGenerator[None, None]:
+        """Turns of a pop: at once, then with each ring, until `timeout`. Lost rollouts are enqueued again meanwhile."""
+        until = time.monotonic() + timeout if timeout is not None else None
+        self._dropped = []
+        bell = connect(self._config, blocking=True)
+        task = asyncio.current_task()
+        cancels = task.cancelling() if task else 0
+        try:
+            while True:
+                if task and task.cancelling() > cancels:  # wait_for, inside redis-py, swallows one on Python 3.11
+                    raise asyncio.CancelledError
+                yield
+                left = until - time.monotonic() if until is not None else 1.0
+                if left <= 0:
+                    return
+                key = self._queue.key("bell", "done", lane)
+                wait = min(1.0, self._config.lease.tick, max(0.01, left))
+                await self._queue.wait_for_bell(bell, key, wait, patience=timeout)
+                await self._upkeep()
+        finally:
+            if self._dropped:
+                log.warning("of lane %s %s", lane, self._said_of_dropped())
+            await bell.aclose()
+
+    async def _upkeep(self) -> None:
+        """What is due while a pop waits; the times are the client's, so that many short pops do it too."""
+        now = time.monotonic()
+        if now - self._ticked > self._config.lease.tick:
+            self._ticked = now
+            await self._queue.tick()  # where no worker lives, nobody else gives a dead trainer's batch back
+        if now - self._asked > ASK_EVERY:
+            self._asked = now
+            try:
+                await self._producer.restore(self.held)
+            except (MemoryHigh, QueueFull) as error:
+                log.warning("what the server lost can't be enqueued again now: %s", error)
+
+    async def _read(self, leases: Sequence[Popped], lane: str, *, whole: bool = False) -> Batch:
+        """Records of leased rollouts; the leases are kept alive from here on. What is too stale is dropped, where
+        policy.stale says so: alone, or all of them when they belong together (`whole`)."""
+        if self._keeper is None:
+            raise RuntimeError("this client is not open: use `async with RolloutClient()` or call `open()` first")
+        self._keeper.hold(leases)
+        try:
+            records = await asyncio.gather(*(self._read_one(lease) for lease in leases))
+            rollouts = await with_staleness(self._queue, records, lane)
+            old = [rollout for rollout in rollouts if rollout.stale] if self._config.policy.stale == "drop" else []
+            if old:
+                old = list(rollouts) if whole else old
+                await self.ack(old, drop=True)
+                self._dropped += old
+        except BaseException:
+            self._keeper.forget(lease.id for lease in leases)  # unread, they return by themselves
+            raise
+        gone = {rollout.id for rollout in old}
+        return Batch(
+            tuple(rollout for rollout in rollouts if rollout.id not in gone),
+            tuple(lease for lease in leases if lease.id not in gone),
+        )
+
+    async def _read_one(self, lease: Popped) -> Rollout:
+        fields, attempts = await asyncio.gather(fields_of(self._queue, lease.id), attempts_of(self._queue, lease.id))
+        token = fields.get("payload", b"").decode()
+        payload = await self._queue.read_payload(lease.id, token) if token else None
+        return read(lease, fields, attempts, payload)
+
+    async def _incomplete(
+        self, batch: Any, wanted: int, got: int, what: str, lane: str, timeout: float | None
+    ) -> Incomplete:
+        popped = set(ids_of(batch)) | self.held
+        missing = await why_missing(self._queue, lane, [id for id in self._outstanding.ids(lane) if id not in popped])
+        return Incomplete(
+            f"{got} of {wanted} {what} came within {timeout if timeout is not None else 0:g} s: "
+            f"{'; '.join(filter(None, (summed_up(missing, lane), self._said_of_dropped())))}",
+            batch=batch, wanted=wanted, got=got, missing=missing,
+        )  # fmt: skip
+
+    def _said_of_dropped(self) -> str:
+        """How many this pop threw away; empty when there were none."""
+        if not self._dropped:
+            return ""
+        ages = sorted(rollout.staleness or 0 for rollout in self._dropped)
+        return f"{len(ages)} rollouts were dropped: too stale by max_staleness (up to {ages[-1]} updates old)"
+
+
+def _check_count(n: int) -> None:
+    if n < 1:
+        raise ValueError(f"pop of {n}: at least 1 is popped")
+
+
+def ids_of(popped: Any) -> Iterable[str]:
+    """Ids in whatever `pop` and `pop_groups` gave."""
+    if isinstance(popped, Rollout):
+        yield popped.id
+    elif isinstance(popped, Group):
+        yield from (rollout.id for rollout in popped.rollouts)
+    else:
+        for item in popped:
+            yield from ids_of(item)

@@ -1,0 +1,98 @@
+"""The trainer's way in: a task's rollouts are written all or none, and again where the server lost them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Iterable
+from typing import Any
+
+from pipeline.envelope import Envelope, Task, check_task, encode, encode_compressed, rollout_id
+from pipeline.errors import MemoryHigh, QueueFull, TaskError
+from pipeline.outstanding import Outstanding
+from pipeline.queue import Queue
+
+log = logging.getLogger(__name__)
+
+MOST_SAMPLES = 10_000
+"""Samples of one group: they are enqueued all or none, in one step that holds Redis for 20 us each."""
+
+
+class Producer:
+    """Enqueues on `queue`, and remembers in `outstanding` what is not acked."""
+
+    def __init__(self, queue: Queue, outstanding: Outstanding) -> None:
+        self._queue = queue
+        self._config = queue.config
+        self._outstanding = outstanding
+
+    async def enqueue(self, tasks: Iterable[Task], *, samples: int, priority: int, lane: str, wait: float) -> list[str]:
+        """What `RolloutClient.enqueue` promises."""
+        if not 1 <= samples <= MOST_SAMPLES:
+            raise TaskError(f"samples is {samples}: a group has 1 to {MOST_SAMPLES} (one step writes them all)")
+        if not -1_000_000 <= priority <= 1_000_000:
+            raise TaskError(f"priority is {priority}: it must lie within -1000000 and 1000000")
+        wanted = list(tasks)
+        for task in wanted:
+            check_task(task)
+        ids: list[str] = []
+        known = 0
+        for task in wanted:
+            named, fresh = await self._enqueue(task, samples, priority, lane, wait)
+            ids.extend(named)
+            known += len(named) - fresh
+        if known:
+            log.warning(
+                "%d of %d rollouts were in the line already, or are acked: nothing changed for them", known, len(ids)
+            )
+        return ids
+
+    async def _enqueue(self, task: Task, samples: int, priority: int, lane: str, wait: float) -> tuple[list[str], int]:
+        """The rollouts' ids, and how many of them are new."""
+        group = task.id or f"{task.handler.rpartition(':')[2].lower()}-{uuid.uuid4().hex[:12]}"
+        about = {"samples": samples, "priority": priority, "lane": lane, "enqueued": time.time()}
+        ids = [rollout_id(group, sample) for sample in range(samples)]
+        until = time.monotonic() + wait
+        while True:
+            try:
+                if await self._queue.memory_high():
+                    high = self._config.memory.high
+                    raise MemoryHigh(
+                        f"Redis is above memory.high = {high:g} of its maxmemory: task {group} was not enqueued"
+                    )
+                fresh = await self._write(group, task, about, range(samples))
+                break
+            except (MemoryHigh, QueueFull):
+                if time.monotonic() > until:
+                    raise
+            await asyncio.sleep(0.2)
+        self._outstanding.add(group, task, about)
+        return ids, fresh
+
+    async def _write(self, group: str, task: Task, about: dict[str, Any], samples: Iterable[int]) -> int:
+        envelopes = [
+            Envelope(
+                id=rollout_id(group, sample),
+                group=group,
+                handler=task.handler,
+                sample=sample,
+                samples=about["samples"],
+                lane=about["lane"],
+                priority=about["priority"],
+                policy=task.policy,
+                enqueued=about["enqueued"],
+                deadline=task.deadline,
+            )
+            for sample in samples
+        ]
+        return await self._queue.enqueue(
+            group, encode_compressed(task), [(item.id, encode(item)) for item in envelopes], lane=about["lane"],
+            priority=about["priority"], samples=about["samples"], queue_ttl=self._config.limits.queue_ttl,
+            deadline=task.deadline, handler=task.handler,
+        )  # fmt: skip
+
+    async def restore(self, held: set[str]) -> int:
+        """Enqueue again what the server has no record of; `held` is in the trainer's hands. Returns how many."""
+        return await self._outstanding.restore(self._queue, held, self._write)
