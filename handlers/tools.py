@@ -75,7 +75,7 @@ TOOLS: dict[str, dict[str, Any]] = {
 async def answer(sandbox: Sandbox | None, call: ToolCall, tools: Sequence[str]) -> str:
     """The text of the tool's message. Raises SandboxError when the sandbox itself fails."""
     if call.arguments is None:
-        return f"Error: nothing was run: {call.error}. Call again with valid JSON."
+        return f"Error: nothing was run: {call.error}. Call again in the right form."
     if call.name not in tools or sandbox is None:
         return f"Error: there is no tool {call.name!r}; there are: {', '.join(tools) or 'none'}."
     try:

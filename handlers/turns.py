@@ -1,7 +1,8 @@
 """The usual agent loop on tokens: the policy speaks, its tool calls run in the sandbox, and it reads what came of them.
 
 A family derives from `Turns` and writes `prompt` and `eval`; one that acts in a sandbox sets `tools = ("bash",)` and
-`sandbox = {}`. Sampled ids are never tokenised again: each turn's ids are the ones before plus what is new.
+`sandbox = {}`. Sampled ids are never tokenised again: each turn's ids are the ones before plus what is new. Only where
+the format can't go on so, or the conversation is compacted, a new sequence begins.
 """
 
 from __future__ import annotations
@@ -17,12 +18,18 @@ from pipeline.interfaces import AgentHandler, Completion, Context, Message, Pars
 MOST_ABORTS = 100
 """A reply that was aborted (the weights changed) is gone on with; this often in one turn is a fault of the server."""
 
+KEPT_TURNS = (4, 2, 1, 0)
+"""Newest turns that a compaction leaves whole: as many as leave the prompt below half of what starts one."""
+
 
 class Turns(AgentHandler):
     """Plays a conversation until the policy calls no tool, its turns are over, or its window is full."""
 
     tools: ClassVar[tuple[str, ...]] = ()
     """Names out of `handlers.tools.TOOLS`: bash, ipython, read_file, write_file, edit_file."""
+
+    compact_at: ClassVar[float | None] = None
+    """Share of the window at which `compact` shortens the conversation and a new sequence begins; None = never."""
 
     def __init_subclass__(cls, **named: Any) -> None:
         super().__init_subclass__(**named)
@@ -31,6 +38,8 @@ class Turns(AgentHandler):
             raise TypeError(f"{cls.__name__}.tools names {unknown[0]!r}; there are: {', '.join(TOOLS)}")
         if cls.tools and cls.sandbox is None:
             raise TypeError(f"{cls.__name__} has tools but no sandbox to use them in: set `sandbox = {{}}`")
+        if cls.compact_at is not None and not 0 < cls.compact_at <= 1:
+            raise TypeError(f"{cls.__name__}.compact_at is {cls.compact_at!r}: a share of the window, above 0, up to 1")
 
     def prompt(self, task: Any) -> str | list[Message]:
         """What the policy is asked: one user message's text, or whole messages."""
@@ -46,7 +55,8 @@ class Turns(AgentHandler):
         return asked[-1].get("content", "").strip() if asked else ""
 
     async def run(self, ctx: Context) -> None:
-        talk = Talk(ctx, self.messages(ctx), [TOOLS[name] for name in self.tools])
+        await ctx.policy.ready()
+        talk = Talk(ctx, self.messages(ctx), self._offered(), self.compact_at)
         if not talk.open():
             return
         for turn in range(1, ctx.max_turns + 1):
@@ -59,7 +69,7 @@ class Turns(AgentHandler):
             results = [await self.use(ctx, call) for call in said.calls]
             if turn == ctx.max_turns:
                 ctx.trajectory.truncated = "turns"
-            elif not talk.hear(results):
+            elif not talk.hear(results) and not await self._compacted(ctx, talk):
                 return
 
     async def use(self, ctx: Context, call: ToolCall) -> Message:
@@ -67,29 +77,62 @@ class Turns(AgentHandler):
         text = await answer(ctx.sandbox, call, self.tools)
         return {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": text}
 
+    async def compact(self, ctx: Context, messages: list[Message]) -> list[Message]:
+        """A shorter conversation that says the same; it is rendered as the prompt of a new sequence.
+
+        This one keeps every message, but of all turns except the newest it replaces what the tools said by a note of
+        its length, and drops the reasoning. If the result is not shorter than `compact_at` of the window, the rollout
+        ends there, truncated.
+        """
+        enough = ctx.policy.context * (self.compact_at or 1) / 2
+        shorter = messages
+        for kept in KEPT_TURNS:
+            shorter = shortened(messages, kept)
+            if len(ctx.policy.render(shorter, self._offered())) <= enough:
+                break
+        return shorter
+
+    async def _compacted(self, ctx: Context, talk: Talk) -> bool:
+        return self.compact_at is not None and talk.open(await self.compact(ctx, list(talk.messages)))
+
+    def _offered(self) -> list[dict[str, Any]]:
+        return [TOOLS[name] for name in self.tools]
+
 
 class Talk:
-    """One conversation as it grows: messages beside the trajectory's tokens."""
+    """One conversation as it grows: messages beside the trajectory's tokens.
 
-    def __init__(self, ctx: Context, messages: list[Message], tools: Sequence[dict[str, Any]]) -> None:
-        self._ctx, self._messages, self._tools = ctx, messages, tools
+    `compact_at`: share of the window that it may fill before it has to be opened again with fewer messages.
+    """
+
+    def __init__(
+        self,
+        ctx: Context,
+        messages: list[Message],
+        tools: Sequence[dict[str, Any]],
+        compact_at: float | None = None,
+    ) -> None:
+        self.messages = list(messages)
+        self._compacts = compact_at is not None
+        self._ctx, self._tools = ctx, tools
         self._policy: Policy = ctx.policy
+        self._room = int(self._policy.context * (compact_at or 1))
         self._before = 0
         self._reason = ""
 
-    def open(self) -> bool:
-        """Put the prompt into the trajectory; False when it does not leave room for a single token."""
-        return self._put("prompt", self._policy.render(self._messages, self._tools))
+    def open(self, compacted: list[Message] | None = None) -> bool:
+        """Put the prompt into the trajectory, the `compacted` one into a new sequence.
 
-    def _put(self, kind: str, ids: Sequence[int]) -> bool:
-        trajectory = self._ctx.trajectory
-        if len(trajectory.ids) + len(ids) >= self._policy.context:
-            trajectory.truncated = "context"
+        False, and the trajectory is truncated, when it leaves no room: for a single token, or for a compacted one below
+        the size that would have it compacted again.
+        """
+        self.messages = self.messages if compacted is None else compacted
+        ids = self._policy.render(self.messages, self._tools)
+        if len(ids) >= (self._policy.context if compacted is None else self._room):
+            self._ctx.trajectory.truncated = "context"
             return False
-        if kind == "prompt":
-            trajectory.prompt(ids)
-        else:
-            trajectory.observation(ids)
+        self._ctx.trajectory.begin()
+        self._ctx.trajectory.prompt(ids)
         return True
 
     async def act(self) -> Parsed | None:
@@ -104,7 +147,7 @@ class Talk:
                 return None
             self._reason = "length"
         said = self._policy.parse(trajectory.ids[self._before :], trajectory.ids[: self._before], self._tools)
-        self._messages.append(said.message)
+        self.messages.append(said.message)
         if self._reason == "length" and not said.calls:
             trajectory.truncated = "context" if len(trajectory.ids) >= self._policy.context else "length"
         ctx.log.debug("turn %d: %d tokens, %s", trajectory.actions, len(trajectory.ids) - self._before, self._reason)
@@ -123,27 +166,55 @@ class Talk:
             if left < 1:
                 return "length"
             sampling = {**sampling, **({"max_tokens": left} if left < math.inf else {})}
+            if "min_tokens" in sampling:
+                sampling["min_tokens"] = max(0, sampling["min_tokens"] - len(done.ids))
+            if isinstance(sampling.get("seed"), int):
+                sampling["seed"] += 1  # the same one would draw the rest by the numbers that drew the beginning
         raise PolicyError(f"the policy's server aborted one reply {MOST_ABORTS} times")
 
     def hear(self, results: list[Message]) -> bool:
-        """Add the tools' messages and hand the turn back; False when the window is full."""
-        trajectory = self._ctx.trajectory
-        self._messages.extend(results)
+        """Add the tools' messages and hand the turn back. False when there is no room for them.
+
+        The trajectory is truncated then, unless the conversation may be compacted.
+        """
+        trajectory, before = self._ctx.trajectory, list(self.messages)
+        self.messages.extend(results)
         old = trajectory.ids.tolist()
-        new = self._policy.bridge(old[: self._before], old[self._before :], results, self._tools)
-        if new is not None and new[: len(old)] == old:
-            return self._put("observation", new[len(old) :])
-        anew = self._policy.render(self._messages, self._tools)
-        if len(anew) >= self._policy.context:
-            trajectory.truncated = "context"
+        new = self._policy.bridge(old[: self._before], old[self._before :], results, self._tools, before)
+        goes_on = new is not None and new[: len(old)] == old
+        ids = new if new is not None and goes_on else self._policy.render(self.messages, self._tools)
+        if len(ids) >= self._room:
+            trajectory.truncated = None if self._compacts else "context"
             return False
-        trajectory.begin()
-        return self._put("prompt", anew)
+        if goes_on:
+            trajectory.observation(ids[len(old) :])
+        else:
+            trajectory.begin()
+            trajectory.prompt(ids)
+        return True
 
 
 def as_messages(prompt: str | list[Message]) -> list[Message]:
     """A prompt as messages; text alone is the user's."""
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+
+
+def shortened(messages: list[Message], kept: int) -> list[Message]:
+    """Copies; in all turns but the newest `kept`, notes stand for what the tools said, and no reasoning."""
+    turns = [at for at, message in enumerate(messages) if message.get("role") == "assistant"]
+    newest = turns[-kept:] if kept else []
+    border = newest[0] if newest else len(messages)
+    return [*map(_noted, messages[:border]), *messages[border:]]
+
+
+def _noted(message: Message) -> Message:
+    if message.get("role") == "tool":
+        text = message.get("content", "")
+        note = f"[{len(text)} characters were here; they were left out to save room]"
+        return {**message, "content": min(text, note, key=len)}
+    if message.get("role") == "assistant" and "reasoning_content" in message:
+        return {**message, "reasoning_content": ""}
+    return message
 
 
 def _add(ctx: Context, done: Completion) -> None:

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
-from handlers.turns import Turns
+from handlers.tools import TOOLS
+from handlers.turns import Turns, shortened
 from pipeline.errors import ContextFull, PolicyError
 from pipeline.interfaces import Completion, Context, Message, Output
+from tests.unit import formats
 from workers.policy.rendering import Rendering
-from workers.policy.tokenizer import Tokenizer, make
+from workers.policy.tokenizer import Tokenizer, load
 
 CALL = '<tool_call>\n{"name": "bash", "arguments": {"command": "%s"}}\n</tool_call>'
 
@@ -20,8 +22,8 @@ CALL = '<tool_call>\n{"name": "bash", "arguments": {"command": "%s"}}\n</tool_ca
 class Player(Rendering):
     """A policy that says what it was given, turn by turn, and keeps every prompt it saw."""
 
-    def __init__(self, tokenizer: Tokenizer, *says: Any, context: int = 10_000) -> None:
-        super().__init__(tokenizer)
+    def __init__(self, tokenizer: Tokenizer, *says: Any, context: int = 10_000, renderer: str = "qwen3") -> None:
+        super().__init__(tokenizer, renderer)
         self.context = context
         self.says = list(says)
         self.prompts: list[list[int]] = []
@@ -72,17 +74,19 @@ class Agent(Turns):
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return make(tmp_path_factory.mktemp("tokenizer"))
+def tokenizer() -> Tokenizer:
+    return load(formats.folder())
 
 
-async def play(player: Player, sandbox: Notes | None = None, max_turns: int = 10, **sampling: Any) -> Context:
+async def play(
+    player: Player, sandbox: Notes | None = None, max_turns: int = 10, agent: Turns | None = None, **sampling: Any
+) -> Context:
     ctx = Context(
         id="g.0", group="g", sample=0, lane="train", attempt=1, task={"question": "go"}, sampling=sampling,
         log=logging.LoggerAdapter(logging.getLogger("test")), sandbox=sandbox or Notes(), max_turns=max_turns,
     )  # fmt: skip
     ctx._policy = player
-    await Agent().run(ctx)
+    await (agent or Agent()).run(ctx)
     return ctx
 
 
@@ -157,17 +161,11 @@ async def test_two_calls_in_one_turn_run_in_order(tokenizer: Tokenizer) -> None:
 
 async def test_output_that_does_not_fit_ends_the_rollout_as_truncated(tokenizer: Tokenizer) -> None:
     """H05 (b)."""
-    opening = len(Player(tokenizer).render([{"role": "user", "content": "go"}], [Turns_bash()]))
+    opening = len(Player(tokenizer).render([{"role": "user", "content": "go"}], [TOOLS["bash"]]))
     player = Player(tokenizer, CALL % "ls", context=opening + 64)
     ctx = await play(player, Notes("x " * 100))
     trajectory = ctx.trajectory.build()
     assert ctx.trajectory.truncated == "context" and len(trajectory) <= player.context and len(player.prompts) == 1
-
-
-def Turns_bash() -> dict[str, Any]:
-    from handlers.tools import TOOLS
-
-    return TOOLS["bash"]
 
 
 async def test_a_prompt_that_does_not_fit_is_truncated_without_a_call(tokenizer: Tokenizer) -> None:
@@ -223,6 +221,19 @@ async def test_an_aborted_reply_is_gone_on_with(tokenizer: Tokenizer) -> None:
     assert actions[1].sampling == {"max_tokens": 50 - len(player.ids("It is ", close=False))}
 
 
+async def test_what_is_left_of_min_tokens_shrinks_with_max_tokens(tokenizer: Tokenizer) -> None:
+    player = Player(tokenizer, ("It is ", "abort"), "42.")
+    ctx = await play(player, max_tokens=50, min_tokens=50)
+    left = 50 - len(player.ids("It is ", close=False))
+    assert ctx.trajectory.build().sequences[0].turns[2].sampling == {"max_tokens": left, "min_tokens": left}
+
+
+async def test_the_rest_of_an_aborted_reply_has_another_seed(tokenizer: Tokenizer) -> None:
+    ctx = await play(Player(tokenizer, ("It is ", "abort"), "42."), max_tokens=50, seed=7)
+    actions = [turn for turn in ctx.trajectory.build().sequences[0].turns if turn.kind == "action"]
+    assert [turn.sampling["seed"] for turn in actions if turn.sampling] == [7, 8]
+
+
 async def test_endless_aborts_are_the_servers_fault(tokenizer: Tokenizer) -> None:
     with pytest.raises(PolicyError, match="aborted one reply 100 times"):
         await play(Player(tokenizer, *[([], "abort")] * 101))
@@ -233,3 +244,93 @@ def test_a_family_that_can_not_work_is_told_when_it_is_written() -> None:
         type("Bad", (Turns,), {"tools": ("bash",)})
     with pytest.raises(TypeError, match="names 'bahs'; there are: bash"):
         type("Bad", (Turns,), {"tools": ("bahs",), "sandbox": {}})
+    with pytest.raises(TypeError, match=r"compact_at is 1\.5: a share of the window"):
+        type("Bad", (Turns,), {"compact_at": 1.5})
+
+
+async def test_a_policy_is_waited_for_before_anything_is_rendered(tokenizer: Tokenizer) -> None:
+    class Late(Player):
+        context = None  # type: ignore[assignment]
+
+        async def ready(self) -> None:
+            self.context = 10_000
+
+    player = Late(tokenizer, "fine")
+    player.context = None  # type: ignore[assignment]
+    assert (await play(player)).answer == "fine"
+
+
+async def test_a_stop_text_ends_a_turn_whose_close_nobody_sampled(tokenizer: Tokenizer) -> None:
+    player = Player(tokenizer, "", "fine")
+    player.says[0] = said = player.ids(CALL % "ls", close=False)
+    sandbox = Notes()
+    ctx = await play(player, sandbox, stop=["</tool_call>"])
+    (sequence,) = ctx.trajectory.build().sequences
+    close = sequence.turns[1].end
+    assert sandbox.commands == ["ls"] and ctx.trajectory.truncated is None
+    assert sequence.token_ids[sequence.turns[1].start : close].tolist() == said
+    assert sequence.token_ids[close] == player.stop_ids[0] and sequence.loss_mask[close] == 0
+
+
+class Compacting(Agent):
+    compact_at = 0.5
+
+
+def sized(tokenizer: Tokenizer, room: int) -> int:
+    """A window of which half holds the opening and `room` tokens."""
+    return 2 * (len(Player(tokenizer).render([{"role": "user", "content": "go"}], [TOOLS["bash"]])) + room)
+
+
+async def test_compaction_begins_a_new_sequence_that_holds_what_is_new(tokenizer: Tokenizer) -> None:
+    player = Player(tokenizer, CALL % "one", CALL % "two", "fine", context=sized(tokenizer, 400))
+    ctx = await play(player, Notes("word " * 300), agent=Compacting())
+    first, second = ctx.trajectory.build().sequences
+    assert ctx.answer == "fine" and ctx.trajectory.truncated is None
+    assert [len(first.turns), len(second.turns)] == [4, 2] and second.turns[0].kind == "prompt"
+    assert player.prompts[2] == second.token_ids[: second.turns[0].end].tolist()
+    assert len(player.prompts[2]) < player.context / 2
+    said = player.text(player.prompts[2])
+    assert "[1500 characters were here; they were left out to save room]" in said
+    assert "one" in said and "two" in said and "go<|im_end|>" in said
+
+
+async def test_compaction_that_saves_too_little_truncates(tokenizer: Tokenizer) -> None:
+    class Idle(Compacting):
+        async def compact(self, ctx: Context, messages: list[Message]) -> list[Message]:
+            return messages
+
+    player = Player(tokenizer, CALL % "one", context=sized(tokenizer, 100))
+    ctx = await play(player, Notes("word " * 150), agent=Idle())
+    assert ctx.trajectory.truncated == "context" and len(player.prompts) == 1
+    assert len(ctx.trajectory.build().sequences) == 1
+
+
+async def test_compaction_may_be_the_handlers_own(tokenizer: Tokenizer) -> None:
+    class Summing(Compacting):
+        async def compact(self, ctx: Context, messages: list[Message]) -> list[Message]:
+            return [messages[0], {"role": "user", "content": f"{len(messages)} messages came to nothing"}]
+
+    player = Player(tokenizer, CALL % "one", "fine", context=sized(tokenizer, 100))
+    ctx = await play(player, Notes("word " * 150), agent=Summing())
+    assert "3 messages came to nothing" in player.text(player.prompts[1]) and ctx.answer == "fine"
+
+
+def test_older_outputs_are_noted_and_the_newest_turns_stay() -> None:
+    def turn(at: int) -> list[Message]:
+        return [
+            {"role": "assistant", "content": f"I {at}", "reasoning_content": "hm"},
+            {"role": "tool", "tool_call_id": "c", "content": "x" * 100 * at},
+            {"role": "tool", "tool_call_id": "d", "content": "ok"},
+        ]
+
+    opening: list[Message] = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
+    messages = [*opening, *turn(1), *turn(2), *turn(3)]
+    made = shortened(messages, 1)
+    assert made[:2] == opening and made[8:] == messages[8:] and len(made) == len(messages)
+    assert [made[at]["content"] for at in (3, 4, 6)] == [
+        "[100 characters were here; they were left out to save room]", "ok",
+        "[200 characters were here; they were left out to save room]",
+    ]  # fmt: skip
+    assert [made[at]["reasoning_content"] for at in (2, 5, 8)] == ["", "", "hm"]
+    assert shortened(messages, 9) == messages
+    assert "300 characters" in shortened(messages, 0)[9]["content"]

@@ -30,17 +30,26 @@ _SPLIT = (
 
 
 class Tokenizer:
-    """Text to ids and back. `raw` is a `tokenizers.Tokenizer`."""
+    """Text to ids and back. `raw` is a `tokenizers.Tokenizer`; `name_or_path` the folder (or file) it came from.
+
+    A control token that a text spells becomes that token, as the templates of models need it: `guard` is for every text
+    that comes from outside.
+    """
 
     def __init__(self, raw: Any, name_or_path: str = "") -> None:
-        raw.encode_special_tokens = True  # text such as "<|im_end|>" is encoded as the characters it is made of
+        raw.encode_special_tokens = False
         self.raw = raw
         self.name_or_path = name_or_path
         self.unk_token_id: int | None = None
-        self.eos_token_id: int | None = next(filter(None, map(raw.token_to_id, _ENDS)), None)
+        known = (raw.token_to_id(token) for token in _ENDS)
+        self.eos_token_id: int | None = next((token for token in known if token is not None), None)
         self.size: int = raw.get_vocab_size(with_added_tokens=True)
-        added = sorted((token.content for token in raw.get_added_tokens_decoder().values()), key=len, reverse=True)
-        self._control = re.compile("|".join(map(re.escape, added)) or r"(?!)")
+        added = {number: token for number, token in raw.get_added_tokens_decoder().items() if _controls(token)}
+        self.control: dict[int, str] = {number: token.content for number, token in added.items()}
+        """Id -> text of each control token. Words and blanks that were added to the vocabulary are none."""
+        self._folds = raw.normalizer is not None and any(token.normalized for token in added.values())
+        longest = sorted(self.control.values(), key=len, reverse=True)
+        self._control = re.compile("|".join(map(re.escape, longest)) or r"(?!)")
 
     def encode(self, text: str, add_special_tokens: bool = False, **_: Any) -> list[int]:
         """Ids of `text`; the pieces between BREAK marks are encoded each by itself."""
@@ -58,15 +67,33 @@ class Tokenizer:
             return self.raw.token_to_id(tokens)
         return [self.raw.token_to_id(token) for token in tokens]
 
-    def guard(self, text: str) -> str:
+    def guard(self, text: str, keep: Sequence[str] = ()) -> str:
         """`text` with every spelling of a control token broken, so that `encode` can't make that token of it.
 
-        Text without one comes back as it is. A BREAK that was there already becomes the replacement character.
+        Text without one comes back as it is. A BREAK that was there already becomes the replacement character. Those in
+        `keep` stay whole.
         """
         text = text.replace(BREAK, "\ufffd")
+        if self._folds:
+            plain = self.raw.normalizer.normalize_str(text)
+            if self._control.search(plain):  # a look-alike that the tokenizer itself would make the token of
+                text = plain.replace(BREAK, "\ufffd")
+        kept = re.compile("|".join(map(re.escape, keep)) or r"(?!)")
         while self._control.search(text):
-            text = self._control.sub(lambda found: found[0][:1] + BREAK + found[0][1:], text)
+            broken = self._control.sub(lambda found: _broken(found[0], kept), text)
+            if broken == text:
+                break  # all that is left is to be kept
+            text = broken
         return text
+
+
+def _controls(token: Any) -> bool:
+    text = token.content
+    return len(text.strip()) > 1 and (token.special or not text.isalnum())
+
+
+def _broken(text: str, kept: re.Pattern[str]) -> str:
+    return text if kept.fullmatch(text) else text[:1] + BREAK + text[1:]
 
 
 def load(path: str | Path) -> Tokenizer:
@@ -85,10 +112,16 @@ def load(path: str | Path) -> Tokenizer:
     return Tokenizer(raw, name_or_path=str(path))
 
 
-def make(folder: str | Path, vocabulary: int = VOCABULARY) -> Tokenizer:
-    """Train a real byte-level BPE with Qwen3's control tokens on the standard library's sources; about a second.
+def make(
+    folder: str | Path,
+    vocabulary: int = VOCABULARY,
+    special: Sequence[str] = SPECIAL,
+    markup: Sequence[str] = MARKUP,
+) -> Tokenizer:
+    """Train a real byte-level BPE on the standard library's sources; about a second.
 
-    Writes `tokenizer.json` into `folder`, whole or not at all. The same Python gives the same tokenizer.
+    Its control tokens are Qwen3's unless `special` (as `decode(skip_special_tokens=True)` leaves them out) and `markup`
+    say others. Writes `tokenizer.json` into `folder`, whole or not at all. The same Python gives the same tokenizer.
     """
     from tokenizers import AddedToken, Regex, Tokenizer as Raw, decoders, models, pre_tokenizers, trainers
 
@@ -98,13 +131,13 @@ def make(folder: str | Path, vocabulary: int = VOCABULARY) -> Tokenizer:
     raw.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
     raw.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary - len(MARKUP),
-        special_tokens=list(SPECIAL),
+        vocab_size=vocabulary - len(markup),
+        special_tokens=list(special),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     raw.train(_corpus(), trainer)
-    raw.add_tokens([AddedToken(text, special=False, normalized=False) for text in MARKUP])
+    raw.add_tokens([AddedToken(text, special=False, normalized=False) for text in markup])
     place = Path(folder)
     place.mkdir(parents=True, exist_ok=True)
     handle, beside = tempfile.mkstemp(dir=place, suffix=".json")
