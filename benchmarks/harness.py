@@ -78,6 +78,20 @@ def bench() -> Iterator[Bench]:
             made.end()
 
 
+def machine() -> dict[str, Any]:
+    """What figures are worth nothing without: which code, when, and on what."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], capture_output=True, text=True, cwd=HERE, check=False).stdout.strip()
+
+    models = [row for row in Path("/proc/cpuinfo").read_text().splitlines() if row.startswith("model name")]
+    return {
+        "commit": git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--short") else ""),
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": models[0].split(":", 1)[1].strip() if models else "unknown", "cores": os.cpu_count(),
+    }  # fmt: skip
+
+
 def resident_mb(pid: int) -> float:
     """Resident memory of a process, in MB (10^6 bytes)."""
     status = Path(f"/proc/{pid}/status").read_text()

@@ -116,8 +116,15 @@ async def until_running(client: RolloutClient, stage: str, count: int) -> None:
     raise TimeoutError(f"{count} rollouts were not in work in {stage} within 60 s")
 
 
+PROBE_BYTES = 1000
+"""A body that is shorter can only be a probe's."""
+
+
 class Sink:
-    """A server that reads each generate body and drops it, holds the call until `release`, then answers one token."""
+    """A server that reads each generate body and drops it, holds the call until `release`, then answers one token.
+
+    A probe, which has one token, is answered at once.
+    """
 
     def __init__(self) -> None:
         self.open = 0
@@ -125,10 +132,13 @@ class Sink:
         self.release = asyncio.Event()
 
     async def generate(self, request: web.Request) -> web.Response:
+        size = 0
         async for chunk in request.content.iter_any():
-            self.bytes += len(chunk)
-        self.open += 1
-        await self.release.wait()
+            size += len(chunk)
+        self.bytes += size
+        if size >= PROBE_BYTES:
+            self.open += 1
+            await self.release.wait()
         token = {"token_id": 1, "logprob": -0.5, "rank": 1, "top_logprobs": []}
         choice = {
             "index": 0, "finish_reason": "length", "stop_reason": None, "token_ids": [1],

@@ -1,4 +1,4 @@
-"""What every test may rely on: no settings of the person who runs the tests, and nothing of theirs changed."""
+"""What every test may rely on: no settings of the person who runs the tests, nothing of theirs changed; a tokenizer."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from workers.policy import tokenizer
 
 
 @pytest.fixture(autouse=True)
@@ -24,3 +26,9 @@ def no_log_level_from_before() -> Iterator[None]:
     level = logging.getLogger().level
     yield
     logging.getLogger().setLevel(level)
+
+
+@pytest.fixture(scope="session")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> tokenizer.Tokenizer:
+    """A real tokenizer, trained once a process; its folder is `tokens.name_or_path`."""
+    return tokenizer.make(tmp_path_factory.mktemp("tokenizer"))

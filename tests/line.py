@@ -12,9 +12,9 @@ from pipeline.queue import Queue
 # What may stay when a line is empty: each has a bound of its own (`pipeline/queue.py` says which).
 BOUNDED = (
     "schema", "seq", "counts", "places", "tick", "blind", "workers", "beats", "credit:*", "claim:*", "bell:*", "dead:*",
-    "letter:*", "gone:*", "died:*",
+    "letter:*", "gone:*", "died:*", "backends", "backend:*", "policy", "versions", "loads", "raise:*",
 )  # fmt: skip
-EXPIRING = ("letter:*", "gone:*", "died:*", "claim:*", "bell:worker:*")
+EXPIRING = ("letter:*", "gone:*", "died:*", "claim:*", "bell:worker:*", "raise:*")
 
 
 def task(**about: Any) -> Task:

@@ -12,16 +12,19 @@ import socket
 import struct
 import traceback
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 import handlers
 from pipeline import wire
 from pipeline.config import Config
+from pipeline.connection import connect
 from pipeline.envelope import Envelope, Payload, Stage, Task, from_map, to_map
 from pipeline.errors import Fatal, HandlerError, LineError, Retryable, SandboxGone, Stale, WorkerLost
 from pipeline.interfaces import Reward
 from pipeline.log import AttemptLog
+from pipeline.queue import Queue
 from workers.stages import Done, Job, as_reward, collected, context, process, wrapped
 
 _LENGTH = struct.Struct("<Q")
@@ -98,11 +101,15 @@ async def _stage(request: dict[str, Any], log: AttemptLog) -> dict[str, Any]:
 
     config = Config.model_validate(request["config"])
     config._source = Path(request["source"]) if request["source"] else None  # relative paths start at its folder
-    shop = await open_workshop(config, request["path"], children=False)
-    try:
-        return _done_to_map(await process(job_from_map(request["job"]), shop, log, WorkingClock(request["limit"])))
-    finally:
-        await close(shop)
+    job = job_from_map(request["job"])
+    async with AsyncExitStack() as stack:
+        queue: Queue | None = None
+        name = f"{request['worker']}/{job.id}"
+        if request["worker"]:  # it has its own look at the policy servers' registry, and so at the weights in force
+            queue = Queue(await stack.enter_async_context(connect(config, name=name)), config)
+        shop = await open_workshop(config, request["path"], children=False, queue=queue, worker=name)
+        stack.push_async_callback(close, shop)
+        return _done_to_map(await process(job, shop, log, WorkingClock(request["limit"])))
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import socket
 import struct
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from pipeline import wire
@@ -36,8 +37,19 @@ class ChildDied(WorkerLost):
 class Children:
     """One child server of a worker, started with the first call and again when it is gone."""
 
-    def __init__(self, config: Config, handlers_path: str | None, preload: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        config: Config,
+        handlers_path: str | None,
+        preload: tuple[str, ...] = (),
+        alone: Callable[[], Config] | None = None,
+        worker: str = "",
+    ) -> None:
+        """`alone`: tells the settings of a rollout that runs alone, at the moment when it begins; `worker`: begins its
+        name in the registry of policy servers, "" where there is none."""
         self._config = config
+        self._alone = alone or (lambda: config)
+        self._worker = worker
         self._path = handlers_path
         self._preload = preload
         self._control: socket.socket | None = None
@@ -61,9 +73,10 @@ class Children:
         request = {
             "job": job_to_map(job),
             "path": self._path,
-            "config": self._config.model_dump(),
+            "config": self._alone().model_dump(),
             "source": str(self._config.source or ""),
             "limit": limit,
+            "worker": self._worker,
         }
         return done_from_map(await self._call(request, log))
 

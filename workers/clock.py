@@ -13,18 +13,17 @@ class WorkingClock:
     def __init__(self, limit: float, away: Callable[[], float] = lambda: 0.0) -> None:
         self.limit = limit
         self._away = away
-        self._began = time.monotonic()
+        self._worked = 0.0
+        self._since = time.monotonic()
         self._away_before = away()
-        self._paused = 0.0
         self._pauses = 0
-        self._pause_began = 0.0
         self.why = ""
 
     @contextmanager
     def paused(self, why: str) -> Iterator[None]:
-        """Working time stands still inside; pauses may overlap (several calls of one rollout)."""
+        """Working time stands still inside; pauses may overlap (several calls of one rollout, Redis away too)."""
         if self._pauses == 0:
-            self._pause_began = time.monotonic()
+            self._worked += self._stretch()
             self.why = why
         self._pauses += 1
         try:
@@ -32,15 +31,17 @@ class WorkingClock:
         finally:
             self._pauses -= 1
             if self._pauses == 0:
-                self._paused += time.monotonic() - self._pause_began
+                self._since, self._away_before = time.monotonic(), self._away()
                 self.why = ""
+
+    def _stretch(self) -> float:
+        """Seconds of work since the last pause; what Redis was away in a pause is the pause's alone."""
+        return max(0.0, time.monotonic() - self._since - (self._away() - self._away_before))
 
     @property
     def elapsed(self) -> float:
-        """Seconds worked; where Redis is away during a pause of the policy, that time is taken off twice."""
-        now = time.monotonic()
-        pause = now - self._pause_began if self._pauses else 0.0
-        return max(0.0, now - self._began - self._paused - pause - (self._away() - self._away_before))
+        """Seconds worked."""
+        return self._worked + (0.0 if self._pauses else self._stretch())
 
     @property
     def remaining(self) -> float:

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from typing import Any
 
-import aiohttp
-
 import handlers
 from pipeline import inspect, server, server_files
 from pipeline.config import Config
@@ -25,7 +23,6 @@ from workers.workshop import handlers_path
 OLDEST_PYTHON = (3, 11)
 SLOW_MS = 5.0
 FEW_FILES = 4096
-HEALTH_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,30 +166,9 @@ async def _line(queue: Queue) -> list[Finding]:
 
 
 async def _policy(config: Config) -> list[Finding]:
-    if not config.policy.url:
-        return [
-            Finding(
-                "policy",
-                "warn",
-                "policy.url is empty: only handlers without a policy run",
-                "set policy.url and policy.tokenizer (demo and try start a scripted one)",
-            )
-        ]
-    from workers.policy.client import open_policy
+    from workers.doctor_policy import findings
 
-    policy = open_policy(config)
-    await policy.close()
-    found = [Finding("tokenizer", "ok", f"{config.policy.tokenizer}, renderer {config.policy.renderer}")]
-    url = f"{config.policy.url.rstrip('/')}/health"
-    try:
-        timeout = aiohttp.ClientTimeout(total=HEALTH_SECONDS)
-        async with aiohttp.ClientSession(trust_env=False, timeout=timeout) as session, session.get(url) as answer:
-            if answer.status == 200:
-                return [*found, Finding("policy", "ok", f"{url} answers")]
-            text = f"{url} answers {answer.status}"
-    except (aiohttp.ClientError, OSError, TimeoutError) as error:
-        text = f"{url} does not answer: {str(error) or type(error).__name__}"
-    return [*found, Finding("policy", "fail", text, "start the policy's server, or correct policy.url")]
+    return await findings(config)
 
 
 async def _handlers(config: Config) -> list[Finding]:

@@ -97,7 +97,10 @@ class Worker:
         log.info("worker %s ends", self.name)
 
     async def _run(self) -> None:
-        self.shop = await open_workshop(self.config, handlers_path(self.config), queue=self.queue)
+        self.shop = await open_workshop(self.config, handlers_path(self.config), queue=self.queue, worker=self.name)
+        self.metrics.watch(self.shop.policy.pool)
+        if self.stage is Stage.RUN:
+            self.shop.policy.pool.start()
         if self.stage is Stage.INIT:
             known = [*handlers.BUILT_IN, *self.config.handlers.load]
             await self.hosting.open(self.name, self.queue, self.shop, known)
@@ -306,6 +309,7 @@ class Worker:
             "stopping": self._stopping.is_set(), **self.hosting.about(),
             "memory_high": self.upkeep.memory_high, "stalled": self.upkeep.stalled,
             "paused": next((a.clock.why for a in list(self.running.values()) if a.clock.why), ""),
+            **({"policy": self.shop.policy.pool.about()} if self.stage is Stage.RUN else {}),
         }  # fmt: skip
 
     def _kill_children(self) -> None:

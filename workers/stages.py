@@ -81,8 +81,11 @@ class Workshop:
         return self._digests[name]
 
     def policy_for(self, job: Job, clock: WorkingClock) -> Policy | None:
-        """The policy as one attempt sees it: its calls stop that attempt's clock and carry its name."""
-        return self.policy.bound(clock, f"{job.id}-{job.token}") if self.policy is not None else None
+        """The policy as one attempt sees it: its calls stop that attempt's clock, carry its name and its priority."""
+        if self.policy is None:
+            return None
+        view: Policy = self.policy.bound(clock, f"{job.id}-{job.token}", urgency(job.envelope))
+        return view
 
     async def need_stock(self) -> Stock:
         """The sandboxes of this process, opened with the first one."""
@@ -92,6 +95,11 @@ class Workshop:
                     raise HandlerError("this handler needs a sandbox, and this process makes none")
                 self.stock = await self.open_stock()
         return self.stock
+
+
+def urgency(envelope: Envelope) -> int:
+    """What a policy server sorts calls by, lowest first: a higher priority of the line, then the older group."""
+    return int(envelope.enqueued) - (envelope.priority << 32)
 
 
 async def process(job: Job, shop: Workshop, log: AttemptLog, clock: WorkingClock) -> Done:

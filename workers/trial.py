@@ -29,6 +29,9 @@ from workers.workshop import close, handlers_path, open_workshop
 HOME = Path(__file__).resolve().parents[1]
 OURS = (HOME / "pipeline", HOME / "workers")
 
+WAIT_SECONDS = 15.0
+"""For a real server that does not answer: a person waits, and no other one is on its way."""
+
 
 @dataclass(kw_only=True)
 class Trial:
@@ -84,7 +87,7 @@ def _print(text: Text, end: str = "\n") -> None:
 def policy_for(config: Config, answers: dict[str, Any], stack: ExitStack) -> tuple[Config, scripted.Options | None]:
     """The configuration with a tokenizer, and how to start a scripted policy: None where there is a real one."""
     if config.policy.url:
-        return config, None
+        return config.changed({"limits.policy_wait": min(config.limits.policy_wait, WAIT_SECONDS)}), None
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rollout-try-")))
     made = tokenizer.make(folder)
     chosen = {"policy.tokenizer": str(folder), "policy.renderer": "qwen3"}

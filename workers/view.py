@@ -138,6 +138,18 @@ def weights(trajectory: Trajectory) -> dict[int, int]:
     return dict(sorted(counts.items()))
 
 
+def size_said(trajectory: Trajectory) -> str:
+    return f"{len(trajectory)} tokens, {trajectory.sampled} sampled in {trajectory.turns} turns"
+
+
+def weights_said(trajectory: Trajectory) -> str:
+    """The same in words; "" for version 0 alone: no trainer has changed the weights."""
+    counts = weights(trajectory)
+    if not any(counts):
+        return ""
+    return ", ".join(f"version {version} sampled {count} tokens" for version, count in counts.items())
+
+
 def pieces(ids: Sequence[int], decode: Decode) -> Iterator[tuple[int, int, str]]:
     """(start, end, text) token by token; tokens that make a character only together stay together."""
     start, before = 0, ""

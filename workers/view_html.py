@@ -16,7 +16,7 @@ from workers.dossier import Dossier
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 60em; padding: 0 1em; }
 body { color: #222; background: #fff }
-h1 { font-size: 1.3em }
+h1 { font-size: 1.3em } h2 { font-size: 1.1em }
 table { border-collapse: collapse; margin: 1em 0 }
 td, th { text-align: left; padding: .15em 1em .15em 0; vertical-align: top }
 th { font-weight: 600; color: #555 }
@@ -39,17 +39,33 @@ LIKELY = ("over 90 %", "over 50 %", "over 10 %", "over 1 %", "less")
 def page(found: Dossier, decode: view.Decode | None) -> str:
     """The whole page. All text of the task, the policy and the tools is escaped."""
     title = html.escape(str(found.about["id"]))
+    about = dict(found.about)
+    if found.trajectory is not None:
+        about |= {"trajectory": view.size_said(found.trajectory), "weights": view.weights_said(found.trajectory)}
     facts = "".join(
-        _row(name, found.about.get(name))
-        for name in ("now", "handler", "outcome", "reward", "parts", "truncated", "kind", "why", "task")
+        _row(name, about.get(name))
+        for name in (
+            "now",
+            "handler",
+            "outcome",
+            "reward",
+            "parts",
+            "truncated",
+            "kind",
+            "why",
+            "trajectory",
+            "weights",
+            "task",
+        )
     )
     body = "".join(
-        f"<h2>sequence {number}</h2><pre>{text}</pre>" for number, text in enumerate(_sequences(found, decode), 1)
+        f"<h2>sequence {number}{': the history was rendered anew' if number > 1 else ''}</h2><pre>{text}</pre>"
+        for number, text in enumerate(_sequences(found, decode), 1)
     )
     legend = (
         "<p>sampled by the policy, loss mask 1, by the probability that it had: "
-        + "".join(f'<span class="p{at}">{name}</span>' for at, name in enumerate(LIKELY))
-        + ' &nbsp; <span class="prompt">prompt</span> &nbsp; <span class="observation">observation</span> (mask 0)</p>'
+        + " ".join(f'<span class="p{at}">{name}</span>' for at, name in enumerate(LIKELY))
+        + '<br>mask 0: <span class="prompt">prompt</span> <span class="observation">observation</span></p>'
     )
     head = f'<head><meta charset="utf-8"><title>{title}</title><style>{STYLE}</style></head>'
     rest = f"<h1>{title}</h1><table>{facts}</table>{legend}{body or '<p>It has no trajectory (yet).</p>'}"

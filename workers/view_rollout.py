@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import time
+from pathlib import Path
+from typing import Any
 
 from rich.text import Text
 
-from pipeline.config import Config
+from pipeline.backends import Backends
+from pipeline.queue import Queue
 from workers import view
 from workers.dossier import Dossier
 
@@ -16,10 +19,17 @@ FACTS = (
     "exit", "losses", "worked", "seconds", "retry_of", "requeued", "cancel", "task",
 )  # fmt: skip
 
+NAMES = {"worked": "worked", "seconds": "took"}
+"""Facts that are seconds, and how they are named."""
 
-def decoder(config: Config, folder: str) -> view.Decode | None:
-    """Text of ids, by policy.tokenizer where that is set."""
-    return view.tokenizer_of(str(config.path_of(folder))) if folder else None
+
+async def tokenizer(queue: Queue) -> str:
+    """The policy's tokenizer: policy.tokenizer, else the one that a registered server names; "" where none is here."""
+    config = queue.config
+    if config.policy.tokenizer:
+        return str(config.path_of(config.policy.tokenizer))
+    named = (backend.tokenizer for backend in (await Backends(queue).view()).backends)
+    return next((folder for folder in named if folder and Path(folder).exists()), "")
 
 
 def show(found: Dossier, decode: view.Decode | None) -> None:
@@ -27,9 +37,8 @@ def show(found: Dossier, decode: view.Decode | None) -> None:
     console.print(Text(found.about["id"], style="bold"), Text(found.about.get("now", "")))
     for name in FACTS:
         value = found.about.get(name)
-        if value not in (None, "", {}, [], 0, "0"):
-            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-            console.print(Text(f"  {name:10} "), Text(_short(text)), sep="")
+        if value not in (None, "", {}, [], "0") and (value != 0 or name == "reward"):
+            console.print(Text(f"  {NAMES.get(name, name):10} "), Text(_short(_said(name, value))), sep="")
     if found.attempts:
         console.print()
         _attempts(found)
@@ -37,15 +46,21 @@ def show(found: Dossier, decode: view.Decode | None) -> None:
         console.print("\nthe end of its log:", style="bold")
         console.print(Text(found.about["log"].rstrip()))
     if found.trajectory is not None:
-        tokens = f"{len(found.trajectory)} tokens, {found.trajectory.sampled} sampled in {found.trajectory.turns} turns"
-        console.print(f"\ntrajectory: {tokens}. {view.LEGEND}", style="bold", markup=False)
-        counts = view.weights(found.trajectory)
-        if len(counts) > 1 or any(counts):  # version 0 alone: no trainer has changed the weights
-            by = ", ".join(f"version {version} sampled {count} tokens" for version, count in counts.items())
+        console.print(f"\ntrajectory: {view.size_said(found.trajectory)}. {view.LEGEND}", style="bold", markup=False)
+        if by := view.weights_said(found.trajectory):
             console.print(f"weights: {by}", markup=False)
         console.print(view.coloured(found.trajectory, decode), soft_wrap=True)
         if decode is None:
-            console.print("(ids, not text: set policy.tokenizer to see the words)", markup=False)
+            console.print(
+                "(ids, not text: no server names a tokenizer on this disk; set policy.tokenizer to see the words)",
+                markup=False,
+            )
+
+
+def _said(name: str, value: Any) -> str:
+    if name in NAMES:
+        return view.seconds(value)
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _short(text: str, most: int = 2000) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import handlers
 from pipeline.config import Config
@@ -20,12 +21,18 @@ def handlers_path(config: Config) -> str:
 
 
 async def open_workshop(
-    config: Config, path: str, *, children: bool = True, queue: Queue | None = None, alone: bool = False
+    config: Config,
+    path: str,
+    *,
+    children: bool = True,
+    queue: Queue | None = None,
+    worker: str = "",
+    alone: bool = False,
 ) -> Workshop:
-    """What attempts need. A policy is opened only where the config names one.
+    """What attempts need. `queue` opens the registry of policy servers, `worker` is this one's name there.
 
-    Sandboxes of other processes are reached through their hosts; `alone`: there are none (a trial). One of this process
-    is opened when the first is wanted.
+    Without a queue there is a policy only where the config names one. Sandboxes of other processes are reached through
+    their hosts; `alone`: there are none (a trial). One of this process is opened when the first is wanted.
     """
     shop = Workshop(config=config, handlers_path=path)
     if not alone:
@@ -40,13 +47,26 @@ async def open_workshop(
         return host.stock
 
     shop.open_stock = open_stock
-    if config.policy.url:
+    if config.policy.url or queue is not None:
         from workers.policy.client import open_policy
 
-        shop.policy = open_policy(config)
+        shop.policy = open_policy(config, queue, worker)
     if children:
-        shop.children = Children(config, path, _preload(config, path))
+        shop.children = Children(
+            config,
+            path,
+            _preload(config, path),
+            lambda: _alone(config, shop.policy),
+            worker if queue is not None else "",
+        )
     return shop
+
+
+def _alone(config: Config, policy: Any) -> Config:
+    """The settings of a child that runs one rollout alone; the tokenizer is the one that is known by now."""
+    if policy is None:
+        return config
+    return config.changed({"policy.tokenizer": policy.tokenizer_folder})
 
 
 def _preload(config: Config, path: str) -> tuple[str, ...]:

@@ -21,9 +21,10 @@ from pipeline.config import Config
 from pipeline.errors import ConfigError, SandboxError
 from tests.integration.test_sandbox_host import Served, config, served, serving
 from tests.services import redis_service, session_redis
+from workers.address import reachable_address
 from workers.sandbox import client as client_module, server as server_module
 from workers.sandbox.client import Hosts
-from workers.sandbox.host import Host, reachable_address
+from workers.sandbox.host import Host
 
 __all__ = ["config", "redis_service", "served", "session_redis"]
 

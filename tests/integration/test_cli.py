@@ -20,6 +20,7 @@ from pipeline.config import load
 from tests.services import RedisService
 from workers.cli.app import rollout
 from workers.cli.base import line as line_of
+from workers.policy import scripted, tokenizer
 
 MINE = """
 from pydantic import BaseModel
@@ -384,3 +385,21 @@ def test_ls_says_who_waits_for_a_place_and_why(line: Line) -> None:
     (row,) = line.json("ls", "init", "--state", "place")
     assert row["why"].startswith("waits ") and "in init: no live worker serves it" in row["why"]
     assert row["why"][-40:] in line.ok("ls", "init", "--state", "place")
+
+
+def test_doctor_asks_each_policy_server_for_a_token(line: Line, tmp_path: Path) -> None:
+    folder = tmp_path / "tokenizer"
+    tokenizer.make(folder)
+    server = scripted.launch(tmp_path, "--tokenizer", str(folder))
+    try:
+        urls = f"--set=policy.url={server.url},http://127.0.0.1:1"
+        result = line.call(urls, f"--set=policy.tokenizer={folder}", "doctor", "--json")
+    finally:
+        server.stop()
+    assert result.exit_code == 1
+    found = json.loads(result.stdout)
+    policy = {item["grade"]: item["text"] for item in found if item["name"] == "policy"}
+    assert "generates" in policy["ok"] and "version 0" in policy["ok"]
+    assert policy["fail"].startswith("127.0.0.1:1: ")
+    (about,) = [item for item in found if item["name"] == "tokenizer"]
+    assert about["grade"] == "ok" and "chat format qwen3" in about["text"]

@@ -138,8 +138,8 @@ async def test_a_trainer_that_dies_before_its_ack_gets_the_same_again(redis_serv
         await first.open()
         await first.enqueue([echo()], samples=4)
         before = await first.pop(4, timeout=20)
-        assert first._keeper is not None
-        first._keeper._ending.set()  # its process is gone: nothing keeps its leases, nothing is given back
+        assert first._consumer._keeper is not None
+        first._consumer._keeper._ending.set()  # its process is gone: nothing keeps its leases, nothing is given back
         async with RolloutClient(config=config) as second:
             after = await second.pop(4, timeout=20)
             assert {rollout.id for rollout in after} == {rollout.id for rollout in before}
@@ -152,7 +152,7 @@ async def test_a_trainer_that_dies_before_its_ack_gets_the_same_again(redis_serv
                 )
             await second.ack(after)
             assert await line.leftovers(second.queue) == []
-        first._keeper = None
+        first._consumer._keeper = None
         await first.close()
 
 
@@ -191,7 +191,7 @@ async def test_a_pop_that_is_cancelled_gives_back_what_it_held(config: Config) -
 async def test_a_server_that_came_back_empty_is_given_the_work_again(
     config: Config, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipeline.client.ASK_EVERY", 0.2)
+    monkeypatch.setattr("pipeline.consumer.ASK_EVERY", 0.2)
     async with RolloutClient(config=config) as client:
         ids = await client.enqueue([echo()], samples=4)
         async with serving(config, "init", "run", "eval"):

@@ -21,11 +21,6 @@ PAGE = Path(__file__).parents[2] / "docs" / "add-a-handler.md"
 CODE = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
 
 
-@pytest.fixture(scope="module")
-def tokens(tmp_path_factory: pytest.TempPathFactory) -> tokenizer.Tokenizer:
-    return tokenizer.make(tmp_path_factory.mktemp("tokenizer"))
-
-
 @pytest.mark.parametrize(
     ("at", "name", "data", "turns"), [(0, "sums:Sums", {"a": 20, "b": 22}, 1), (1, "count_lines:Count", {}, 2)]
 )

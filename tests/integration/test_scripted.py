@@ -18,16 +18,12 @@ import aiohttp
 import pytest
 
 from pipeline.errors import ContextFull, PolicyError, PolicyReplyError, TaskError
+from tests.policies import until
 from workers.policy import scripted, tokenizer
 from workers.policy.client import VllmPolicy
 from workers.policy.scripted import Options, Running
 
 QUESTION = "What is 6 x 7?"
-
-
-@pytest.fixture(scope="module")
-def tokens(tmp_path_factory: pytest.TempPathFactory) -> tokenizer.Tokenizer:
-    return tokenizer.make(tmp_path_factory.mktemp("tokenizer"))
 
 
 class Pair:
@@ -44,21 +40,18 @@ class Pair:
 
 @contextlib.asynccontextmanager
 async def pair(
-    tokens: tokenizer.Tokenizer, *, context: int = 32_768, wait: float = 5.0, **options: Any
+    tokens: tokenizer.Tokenizer, *, context: int = 32_768, wait: float = 5.0, faults: str = "", **options: Any
 ) -> AsyncIterator[Pair]:
+    """Both, after the client's first look at the server; `faults` begin then."""
     server = await scripted.start(Options(**{"tokenizer": tokens, "answers": {QUESTION: "42"}, **options}))
     policy = VllmPolicy(server.url, "policy", tokens, context=context, policy_wait=wait)
     try:
+        await policy.ready()
+        server.faults.set(faults)
         yield Pair(server, policy)
     finally:
         await policy.close()
         await server.stop()
-
-
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(5):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 async def test_answers_are_right_as_often_as_asked_and_the_same_each_time(tokens: tokenizer.Tokenizer) -> None:
@@ -108,9 +101,10 @@ async def test_the_token_budget_is_what_the_window_still_holds(tokens: tokenizer
         assert done.sampling["max_tokens"] == 24
         with pytest.raises(ContextFull, match="has 64 tokens, the window 64"):
             await both.policy.generate([10] * 64, {"max_tokens": 32})
-        both.policy.context = 1000
-        with pytest.raises(ContextFull, match="maximum context length is 64"):
-            await both.policy.generate([10] * 70, {})
+        wider = VllmPolicy(both.policy.pool, "policy", tokens, context=1000)
+        assert wider.context == 64
+        with pytest.raises(ContextFull, match="has 70 tokens, the window 64"):
+            await wider.generate([10] * 70, {})
         short = await both.policy.generate(both.prompt, {"max_tokens": 2})
         assert (len(short.ids), short.finish_reason) == (2, "length")
 
@@ -122,7 +116,7 @@ async def test_the_token_budget_is_what_the_window_still_holds(tokens: tokenizer
         ([10_000_000], {}, "out of vocabulary"),
         ([10], {"max_tokens": 0}, "wanted a whole number of at least 1"),
         ([10], {"n": 2}, "can't be set"),
-        ([10], {"temprature": 1}, "no field 'temprature'"),
+        ([10], {"temprature": 1}, "sampling.temprature is no setting"),
         ([10], {"temperature": -1}, "must be non-negative"),
     ],
 )
@@ -148,7 +142,7 @@ async def test_a_request_that_can_never_work_is_the_tasks_fault(
 async def test_a_server_that_fails_is_told_apart(
     tokens: tokenizer.Tokenizer, fault: str, kind: type[Exception], words: str
 ) -> None:
-    async with pair(tokens, faults=fault) as both:
+    async with pair(tokens, faults=fault, wait=0.3) as both:
         with pytest.raises(kind, match=words):
             await both.policy.generate(both.prompt, {})
 
@@ -167,7 +161,7 @@ async def test_a_call_that_nobody_took_is_repeated_while_the_clock_stands(
 
     async with pair(tokens, faults=fault) as both:
         done = await both.policy.bound(Clock()).generate(both.prompt, {})
-    assert done.finish_reason == "stop" and paused == [f"no backend at {both.policy.url}"] * 2
+    assert done.finish_reason == "stop" and set(paused) == {"no usable policy server"}
 
 
 async def test_no_backend_is_waited_for_and_then_named(tokens: tokenizer.Tokenizer) -> None:
@@ -175,20 +169,22 @@ async def test_no_backend_is_waited_for_and_then_named(tokens: tokenizer.Tokeniz
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
     policy = VllmPolicy(url, "policy", tokens, policy_wait=0.3)
-    with pytest.raises(PolicyError, match=r"no usable backend at http://127.* for 0.3 s"):
+    with pytest.raises(PolicyError, match=r"no usable policy server for 0.3 s .*: 127.*: .*refused|Connect"):
         await policy.generate([10], {})
     await policy.close()
 
 
 async def test_a_slow_call_is_not_repeated(tokens: tokenizer.Tokenizer) -> None:
-    async with pair(tokens, faults="hang") as both:
-        both.policy.request_timeout = 0.2
-        with pytest.raises(PolicyError, match="no reply within 0.2 s"):
-            await both.policy.generate(both.prompt, {})
+    server = await scripted.start(Options(tokenizer=tokens, latency_per_token=60))
+    policy = VllmPolicy(server.url, "policy", tokens, request_timeout=0.2)
+    with pytest.raises(PolicyError, match="no reply from .* within 0.2 s"):
+        await policy.generate([10], {})
+    await policy.close()
+    await server.stop()
 
 
 async def test_a_cancelled_call_ends_in_the_engine_too(tokens: tokenizer.Tokenizer) -> None:
-    async with pair(tokens, latency=60) as both:
+    async with pair(tokens, latency_per_token=60) as both:
         calls = [asyncio.create_task(both.policy.bound(name=f"r{n}").generate(both.prompt, {})) for n in range(50)]
         await until(lambda: len(both.server.engine.calls) == 50)
         for call in calls:
@@ -222,7 +218,7 @@ async def test_pause_keeps_aborts_and_holds(tokens: tokenizer.Tokenizer) -> None
 
 
 async def test_abort_wants_the_prefixed_id(tokens: tokenizer.Tokenizer) -> None:
-    async with pair(tokens, latency=60) as both:
+    async with pair(tokens, latency_per_token=60) as both:
         running = asyncio.create_task(both.policy.bound(name="r1").generate(both.prompt, {}))
         await until(lambda: both.server.engine.calls)
         await both.call("/abort_requests", {"request_ids": ["r1-1"]})
@@ -260,7 +256,7 @@ def test_the_process_answers_and_ends_with_its_starter(tokens: tokenizer.Tokeniz
 
 
 def test_the_policy_command_serves_until_it_is_told_to_stop(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "workers.cli", "policy", "--handler", "math", "--json"]
+    command = [sys.executable, "-m", "workers.cli", "policy", "scripted", "--handler", "math", "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path) as process:
         assert process.stdout is not None
         about = json.loads(process.stdout.readline())
@@ -271,3 +267,14 @@ def test_the_policy_command_serves_until_it_is_told_to_stop(tmp_path: Path) -> N
         process.terminate()
         assert process.wait(20) == 0
     assert not folder.exists()
+
+
+async def test_a_stop_string_ends_a_reply_and_its_tokens_stay(tokens: tokenizer.Tokenizer) -> None:
+    async with pair(tokens) as both:
+        prompt = both.policy.render([{"role": "user", "content": "what is it?"}])
+        whole = await both.policy.generate(prompt, {"seed": 1})
+        text = both.policy.text(whole.ids)
+        cut = await both.policy.generate(prompt, {"seed": 1, "stop": [text[2:5]]})
+        assert cut.finish_reason == "stop" and 0 < len(cut.ids) < len(whole.ids)
+        assert list(cut.ids) == list(whole.ids)[: len(cut.ids)]
+        assert text[2:5] in both.policy.text(cut.ids) and text[2:5] not in both.policy.text(cut.ids[:-1])

@@ -63,6 +63,12 @@ BREAKS: dict[str, tuple[Break, str]] = {
     "lane": (lambda q, c: q.redis.zadd(q.key("ready", "init", "old"), {"x.0": 1}), "line.lanes does not name it"),
     "strange key": (lambda q, c: q.redis.set(q.key("strange"), 1), "of no kind"),
     "no end": (lambda q, c: q.redis.set(q.key("gone", "x.0"), 1), "has no end"),
+    "started but gone": (lambda q, c: q.redis.sadd(q.key("started", "train"), "x.0"), "counts as started in lane tr"),
+    "started elsewhere": (lambda q, c: q.redis.sadd(q.key("started", "eval"), c.id), "is of lane train and counts as"),
+    "begun in part": (lambda q, c: q.redis.hset(q.key("g", "b"), "begun", 1), "which has begun, and does not count"),
+    "backend without hash": (lambda q, c: q.redis.zadd(q.key("backends"), {"n:1": 1e15}), "n:1 is listed but has no"),
+    "backend not listed": (lambda q, c: q.redis.hset(q.key("backend", "n:1"), "url", "x"), "has a hash but is not"),
+    "raised for ever": (lambda q, c: q.redis.set(q.key("raise", "n:1"), "w"), "key raise:n:1 should expire"),
     "attempts left": (lambda q, c: q.redis.rpush(q.key("a", "x.0"), "{}"), "list of attempts but no hash"),
 }  # fmt: skip
 

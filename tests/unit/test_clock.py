@@ -72,6 +72,18 @@ def test_while_redis_is_away_no_time_passes(time: Time) -> None:
     assert watch.elapsed == 1.0, "and what was away before it began is nothing to it"
 
 
+def test_what_redis_is_away_in_a_pause_is_taken_off_once(time: Time) -> None:
+    away = 0.0
+    watch = WorkingClock(10.0, lambda: away)
+    time.now += 2
+    with watch.paused("a"):
+        time.now += 5
+        away += 4
+    time.now += 3
+    away += 1
+    assert watch.elapsed == 4.0
+
+
 def test_it_never_runs_backwards(time: Time) -> None:
     away = 0.0
     watch = WorkingClock(10.0, lambda: away)

@@ -7,7 +7,7 @@ from typing import Any
 import orjson
 import pytest
 
-from pipeline.errors import PolicyReplyError
+from pipeline.errors import ContextFull, PolicyReplyError, TaskError
 from workers.policy import reply
 
 
@@ -66,6 +66,47 @@ def test_a_reply_that_breaks_the_contract_is_refused(data: bytes, words: str) ->
 def test_an_empty_abort_and_a_reply_without_labels_are_fine() -> None:
     assert reply.read(body([], [], versions=[], finish_reason="abort", logprobs={"content": []}), "r").ids == []
     assert reply.read(body([1], [-0.1], versions=None), "r").versions is None
+
+
+def completion(ids: list[int], tokens: list[Any], values: list[Any], **choice: Any) -> bytes:
+    logprobs = {"tokens": tokens, "token_logprobs": values, "text_offset": [], "top_logprobs": []}
+    about = {"token_ids": ids, "logprobs": logprobs, "finish_reason": "stop", "text": "x", **choice}
+    return orjson.dumps({"choices": [about], "usage": {"completion_tokens": len(ids)}})
+
+
+def test_the_other_path_is_read_with_the_same_care() -> None:
+    good = completion([5, 6], ["token_id:5", "token_id:6"], [-0.1, -0.2], prompt_token_ids=[1, 2])
+    assert reply.read(good, "r", "completions", [1, 2]) == reply.Reply([5, 6], [-0.1, -0.2], None, "stop")
+    for body_, words in (
+        (completion([5, 6], ["token_id:5"], [-0.1]), "2 ids came with 1 logprobs"),
+        (completion([5], ["token_id:6"], [-0.1]), "is of token 6, the id there is 5"),
+        (completion([5], ["token_id:5"], [None]), "logprob 0 of 1"),
+        (completion([5], ["token_id:5"], [-0.1], token_ids=None), "token_ids is a NoneType"),
+        (completion([5], ["token_id:5"], [-0.1], logprobs=None), "0 logprobs"),
+    ):
+        with pytest.raises(PolicyReplyError, match=words):
+            reply.read(body_, "r", "completions", [1, 2])
+    with pytest.raises(PolicyReplyError, match="3 prompt ids were sent, the server read 2 others"):
+        reply.read(good, "r", "completions", [1, 2, 3])
+
+
+@pytest.mark.parametrize(
+    ("status", "said", "case"),
+    [
+        (429, "busy", "overload"), (503, "busy", "overload"), (502, "gateway", "dead"),
+        (500, "EngineCore encountered an issue", "dead"), (500, "list index out of range", "error"),
+        (403, "Scale-out endpoints are disabled", "misfit"), (404, "The model `x` does not exist", "misfit"),
+    ],
+)  # fmt: skip
+def test_faults_are_told_apart(status: int, said: str, case: str) -> None:
+    found = reply.failure(status, orjson.dumps({"error": {"message": said}}))
+    assert isinstance(found, reply.Repeat) and found.case == case and said in str(found)
+
+
+def test_what_no_other_server_would_take_either_is_not_repeated() -> None:
+    long = reply.failure(400, b'{"error": {"message": "This model\'s maximum context length is 64 tokens."}}')
+    assert isinstance(long, ContextFull)
+    assert isinstance(reply.failure(400, b'{"error": "no such field"}'), TaskError)
 
 
 @pytest.mark.parametrize(("label", "number"), [("default", 0), ("step-12", 12), ("12", 12), (7, 7)])

@@ -11,7 +11,10 @@ import pytest
 
 FOLDER = Path(__file__).parents[2] / "sbatch"
 STAGES = ("init", "run", "eval")
-SCRIPTS = ("redis", *STAGES)
+CLIENTS = (*STAGES, "serve")
+"""Those that look for the line's Redis; several of each may run."""
+
+SCRIPTS = ("redis", *CLIENTS)
 
 
 def text_of(name: str) -> str:
@@ -23,7 +26,7 @@ def directives(name: str) -> dict[str, str]:
     return dict(re.findall(r"^#SBATCH --([a-z-]+)(?:=(.*))?$", text_of(name), re.MULTILINE))
 
 
-def test_there_are_these_four() -> None:
+def test_there_are_these_five() -> None:
     assert sorted(path.stem for path in FOLDER.glob("*.sbatch")) == sorted(SCRIPTS)
 
 
@@ -48,7 +51,7 @@ def test_directives(name: str) -> None:
     assert found["signal"] == "B:TERM@60"
     assert found["open-mode"] == "append"
     assert "requeue" in found
-    assert ("array" in found) == (name in STAGES)
+    assert ("array" in found) == (name in CLIENTS)
     assert not {"partition", "account", "chdir", "nodelist"} & set(found), "these belong to one site"
 
 
@@ -58,16 +61,16 @@ def test_it_names_no_machine(name: str) -> None:
     assert set(paths) <= {"/bin/bash", "/dev/null"}
 
 
-@pytest.mark.parametrize("name", STAGES)
+@pytest.mark.parametrize("name", CLIENTS)
 def test_the_password_is_named_by_its_file_alone(name: str) -> None:
     assert 'PASSWORD_FILE="$LINE_DIR/password"' in text_of(name)
     assert not re.search(r"cat .*password", text_of(name))
 
 
-def run_script(name: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_script(name: str, folder: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """The script under bash, with only the given environment and a PATH that begins with `folder`."""
     return subprocess.run(
-        ["bash", FOLDER / f"{name}.sbatch"],
+        ["bash", FOLDER / f"{name}.sbatch", *words],
         capture_output=True,
         text=True,
         timeout=20,
@@ -96,11 +99,19 @@ def test_address_and_password_file_reach_the_worker(name: str, tmp_path: Path) -
     ]
 
 
-@pytest.mark.parametrize("name", STAGES)
+@pytest.mark.parametrize("name", CLIENTS)
 def test_a_url_of_ones_own_wins(name: str, tmp_path: Path) -> None:
     program(tmp_path, 'echo "$ROLLOUT_REDIS__URL ${ROLLOUT_REDIS__PASSWORD_FILE:-none}"')
-    done = run_script(name, tmp_path, ROLLOUT_REDIS__URL="redis://mine/0")
+    done = run_script(name, tmp_path, "MODEL", ROLLOUT_REDIS__URL="redis://mine/0")
     assert done.stdout.split() == ["redis://mine/0", "none"]
+
+
+def test_what_follows_the_script_is_the_servers(tmp_path: Path) -> None:
+    program(tmp_path, 'echo "$@"')
+    about = {"ROLLOUT_REDIS__URL": "redis://mine/0"}
+    done = run_script("serve", tmp_path, "/models/m", "--", "--tensor-parallel-size", "8", **about)
+    assert done.stdout == "serve /models/m -- --tensor-parallel-size 8\n"
+    assert "which model?" in run_script("serve", tmp_path, **about).stderr
 
 
 def test_a_missing_server_or_program_is_a_sentence(tmp_path: Path) -> None:

@@ -1,71 +1,57 @@
-"""Client of vLLM's `/inference/v1/generate`: token in, token out, nothing re-tokenised, every reply checked.
+"""The policy as an attempt sees it: token in, token out, nothing re-tokenised, every reply checked.
 
-One `VllmPolicy` serves a worker process and its one HTTP session; `bound` gives each attempt its own view. The prompt
-is streamed out in slices, so that a thousand open calls hold no JSON.
+One `VllmPolicy` serves a worker process, over one pool of servers and one HTTP session; `bound` gives each attempt its
+own view. A call that a server did not answer is repeated on another one; a slow call is not.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import copy
-import logging
-import random
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 import aiohttp
-import numpy as np
-import orjson
 
+from pipeline.backends import Backends
 from pipeline.config import Config
-from pipeline.errors import ConfigError, ContextFull, PolicyError, TaskError
-from pipeline.interfaces import Completion
-from workers.policy import reply
+from pipeline.engine import UNTOLD, EngineError, version_number
+from pipeline.errors import PolicyReplyError
+from pipeline.interfaces import Completion, Message, Parsed
+from pipeline.queue import Queue
+from workers.policy import families, reply
+from workers.policy.backend import Call, Clock, Server
+from workers.policy.fleet import Patience
+from workers.policy.pool import MOST_ERRORS, Pool
 from workers.policy.rendering import Rendering
+from workers.policy.reply import Repeat
+from workers.policy.sampling import settled
 from workers.policy.tokenizer import Tokenizer
+from workers.policy.tokens import Tokens
 
-log = logging.getLogger(__name__)
+MOST_TOKENS = 1024
+"""Sampled tokens of one call where nobody says how many."""
 
-SLICE = 4096
-"""Ids encoded at a time: about 0.05 ms and 25 KB."""
-
-SAY_EVERY = 30.0
-"""Seconds between two log lines that say that no backend answers."""
-
-ABORT_SECONDS = 2.0
-HEALTH_SECONDS = 5.0
-CONNECT_SECONDS = 10.0
-BACKOFF = (0.1, 2.0)
-"""First and longest pause between two tries, in seconds."""
-
-_OURS = frozenset({"n", "logprobs", "prompt_logprobs", "stream", "detokenize", "output_kind"})
-"""Sampling settings that this client gives itself."""
+_UNFIT = re.compile(r"[^A-Za-z0-9._-]")
 
 
-class Clock(Protocol):
-    """Counts an attempt's working time; it stands still inside `paused`."""
+class VllmPolicy:
+    """The policy behind a pool, or behind one `url` (several: comma-separated) without a registry.
 
-    def paused(self, reason: str) -> AbstractContextManager[Any]: ...
-
-
-class VllmPolicy(Rendering):
-    """The policy behind `url`. `context`: tokens of prompt and completion together that the server takes.
-
-    `policy_wait`: seconds a call waits for a usable backend. `request_timeout`: seconds one call may take. `defaults`:
-    sampling settings where the task gives none. `version`: the weights' number where the server tells none.
+    `tokenizer`: folder or a loaded one; "" takes the one that a server's registration names (see `ready`). `context`:
+    tokens of prompt and completion that a rollout may have. `policy_wait`: seconds a call waits for a usable server.
+    `request_timeout`: seconds one call may take. `defaults`: sampling settings where the task gives none.
     """
 
     def __init__(
         self,
-        url: str,
+        url: str | Pool,
         model: str,
         tokenizer: str | Tokenizer,
-        renderer: str = "qwen3",
+        renderer: str = families.AUTO,
         *,
         context: int = 32_768,
         policy_wait: float = 900.0,
@@ -74,229 +60,234 @@ class VllmPolicy(Rendering):
         session: aiohttp.ClientSession | None = None,
         clock: Clock | None = None,
     ) -> None:
-        super().__init__(tokenizer, renderer)
-        self.url, self.model, self.context = url.rstrip("/"), model, context
-        self.policy_wait, self.request_timeout = policy_wait, request_timeout
-        self.defaults = {"max_tokens": 1024, **(defaults or {})}
+        patience = Patience(wait=policy_wait, request=request_timeout)
+        self.pool = Pool(urls_of(url), model=model, patience=patience, session=session) if isinstance(url, str) else url
+        self.model = model
+        self.defaults = {"max_tokens": MOST_TOKENS, **(defaults or {})}
         self.clock = clock
         self.name = ""
+        self.priority: int | None = None
+        self._context = context
+        self._tokens = Tokens(tokenizer, renderer, self.pool.fleet)
         self._calls = 0
-        self._shared = _Shared(session)
+        self._sticky, self._cached = "", 0
 
-    def bound(self, clock: Clock | None = None, name: str = "") -> VllmPolicy:
-        """A view for one attempt, sharing session and tokenizer: `clock` is its own, `name` begins its request ids.
+    def bound(self, clock: Clock | None = None, name: str = "", priority: int | None = None) -> VllmPolicy:
+        """A view for one attempt: `clock` is its own, `name` begins its request ids, `priority` goes to the server.
 
-        `name` must be one attempt's alone (rollout id and attempt); without it the ids are random.
+        `name` must be one attempt's alone (rollout id and attempt); without it the ids are random. A lower `priority`
+        goes first. A view stays with one server while that is nearly as good as the best: it has the prefix.
         """
         view = copy.copy(self)
-        view.name = re.sub(r"[^A-Za-z0-9._-]", "-", name)[:100]
-        view.clock, view._calls = clock, 0
+        view.name = _UNFIT.sub("-", name)[:100]
+        view.clock, view.priority, view._calls = clock, priority, 0
+        view._sticky, view._cached = "", 0
         return view
-
-    @property
-    def version(self) -> int:
-        """Number of the weights, used only where the server tells none."""
-        return self._shared.version
-
-    @version.setter
-    def version(self, value: int) -> None:
-        self._shared.version = value
 
     async def close(self) -> None:
         """End what is open. The policy can't be used afterwards."""
-        await self._shared.close()
+        await self.pool.close()
+
+    @property
+    def tokenizer_folder(self) -> str:
+        """Where the tokenizer was read from; "" as long as it is not known."""
+        return self._tokens.folder
+
+    # -- tokens ------------------------------------------------------------------------------------------------------
+
+    async def ready(self) -> None:
+        """Return when the tokenizer is known (the configuration's, else that of a server), and a server's window.
+
+        Waits as a call does, and raises PolicyError as it does.
+        """
+        self.pool.start()
+        if self._tokens.rendering is None or not self._tokens.asked:
+            await self._tokens.wait(self.clock)
+
+    @property
+    def rendering(self) -> Rendering:
+        """The token side. Raises PolicyError before `ready`, where the configuration names no tokenizer."""
+        return self._tokens.known()
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.rendering.tokenizer
+
+    @property
+    def context(self) -> int:
+        """Tokens of prompt and completion together: what the configuration allows, and what the widest server takes."""
+        windows = [server.window for server in self.pool.fleet.servers.values()]
+        return min(self._context, max(windows)) if windows and all(windows) else self._context
+
+    def render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> list[int]:
+        """See Rendering.render."""
+        return self.rendering.render(messages, tools)
+
+    def parse(self, ids: Sequence[int], prompt_ids: Sequence[int], tools: Sequence[dict[str, Any]] = ()) -> Parsed:
+        """See Rendering.parse."""
+        return self.rendering.parse(ids, prompt_ids, tools)
+
+    def bridge(
+        self,
+        prompt_ids: Sequence[int],
+        completion_ids: Sequence[int],
+        new: Sequence[Message],
+        tools: Sequence[dict[str, Any]] = (),
+        before: Sequence[Message] = (),
+    ) -> list[int] | None:
+        """See Rendering.bridge."""
+        return self.rendering.bridge(prompt_ids, completion_ids, new, tools, before)
+
+    def text(self, ids: Sequence[int]) -> str:
+        """See Rendering.text."""
+        return self.rendering.text(ids)
+
+    # -- calls -------------------------------------------------------------------------------------------------------
 
     async def generate(self, prompt_ids: Sequence[int], sampling: dict[str, Any]) -> Completion:
         """Sample one action after `prompt_ids`.
 
         Raises ContextFull when no token fits, TaskError for a request that can never work, PolicyError (retryable) when
-        no backend answered within `policy_wait`, the server failed or its reply does not fit together.
+        no server was usable within `policy_wait`, two of them failed with it, or a reply does not fit together.
         """
-        settings = self._settings(sampling, len(prompt_ids))
-        failed_at: float | None = None
-        tries = 0
+        if self._tokens.rendering is None:
+            await self.ready()
+        settings = settled(sampling, self.defaults, len(prompt_ids), self._context)
+        call = Call(
+            prompt=len(prompt_ids), most=settings["max_tokens"], clock=self.clock, sticky=self._sticky,
+            cached=min(self._cached, len(prompt_ids)),
+        )  # fmt: skip
         while True:
+            server = await self.pool.admit(call)
             try:
-                return await self._call(prompt_ids, settings)
-            except reply.Unavailable as error:
-                failed_at = time.monotonic() if failed_at is None else failed_at
-                await self._wait(failed_at, tries, str(error))
-                tries += 1
+                done = await self._ask(call, server, prompt_ids, settings)
+            except Repeat as fault:
+                self.pool.failed(server, call, fault)
+                continue
+            except PolicyReplyError as error:
+                if call.errors + 1 >= MOST_ERRORS or not self.pool.has_other(server, call):
+                    raise
+                self.pool.failed(server, call, Repeat("error", str(error)))
+                continue
+            self._sticky, self._cached = server.id, len(prompt_ids) + len(done.ids)
+            return done
 
-    def _settings(self, sampling: dict[str, Any], prompt_size: int) -> dict[str, Any]:
-        """What this one call asks for; the token budget is what the window still holds."""
-        settings = {**self.defaults, **sampling}
-        wrong = sorted(_OURS & settings.keys())
-        if wrong:
-            raise TaskError(f"sampling.{wrong[0]} can't be set: one action is sampled, with its logprobs")
-        asked = settings["max_tokens"]
-        if isinstance(asked, bool) or not isinstance(asked, int) or asked < 1:
-            raise TaskError(f"sampling.max_tokens is {asked!r}, wanted a whole number of at least 1")
-        free = self.context - prompt_size
-        if free < 1:
-            raise ContextFull(f"the prompt has {prompt_size} tokens, the window {self.context}: none is left")
-        settings["max_tokens"] = min(asked, free)
-        return settings
-
-    def _request_id(self) -> str:
+    async def _ask(self, call: Call, server: Server, prompt_ids: Sequence[int], settings: dict[str, Any]) -> Completion:
+        """One HTTP call. Raises Repeat when another server may do it."""
         self._calls += 1
-        return f"{self.name}-{self._calls}" if self.name else uuid.uuid4().hex
-
-    async def _call(self, prompt_ids: Sequence[int], settings: dict[str, Any]) -> Completion:
-        dispatched = await self._version_at_dispatch()
-        request_id = self._request_id()
-        started, began = time.time(), time.monotonic()
+        request_id = f"{self.name}-{self._calls}" if self.name else uuid.uuid4().hex
+        if server.window:
+            settings = {**settings, "max_tokens": min(settings["max_tokens"], server.window - len(prompt_ids))}
+        if settings.get("min_tokens", 0) > settings["max_tokens"]:  # less is left than the task wants at least
+            settings = {**settings, "min_tokens": settings["max_tokens"]}
+        params = {"stop_token_ids": list(self.rendering.stop_ids), **settings}
+        sampled: int | None = None
         try:
-            status, body = await self._post(request_id, prompt_ids, settings)
+            dispatched = await self._version_at_dispatch(call, server)
+            started, began = time.time(), time.monotonic()
+            body = await server.ask(
+                call, request_id, server.about.model or self.model, prompt_ids, params, self.priority,
+                self.name or request_id, self.pool.fleet.patience.request,
+            )  # fmt: skip
+            seconds = time.monotonic() - began
+            answer = reply.read(body, request_id, server.endpoint, prompt_ids, settings["max_tokens"])
+            versions = await self._versions(call, server, answer, dispatched)
+            sampled = len(answer.ids)
+            if answer.finish_reason != "abort":
+                self.pool.fleet.lengths.add(sampled)
         except asyncio.CancelledError:
-            self._shared.spawn(self._abort(request_id))
+            self.pool.abort(server, request_id)
             raise
-        if status != 200:
-            raise reply.failure(status, body, self.url)
-        answer = reply.read(body, request_id)
-        self._shared.labels = answer.versions is not None
-        count = len(answer.ids)
-        versions = answer.versions if answer.versions is not None else [(dispatched, 0, count)] if count else []
+        finally:
+            self.pool.done(server, call, sampled)
+        self.pool.fleet.counts["prompt tokens"] += len(prompt_ids)
+        self.pool.fleet.counts["sampled tokens"] += sampled
         return Completion(
             ids=answer.ids,
             logprobs=answer.logprobs,
             versions=versions,
             finish_reason=answer.finish_reason,
-            sampling={key: value for key, value in settings.items() if key != "stop_token_ids"},
+            sampling=settings,
             started=started,
-            seconds=time.monotonic() - began,
+            seconds=seconds,
         )
 
-    async def _post(self, request_id: str, ids: Sequence[int], settings: dict[str, Any]) -> tuple[int, bytes]:
-        """Status and body of the HTTP call. Raises reply.Unavailable and PolicyError; a cancel closes the socket."""
-        params = {"stop_token_ids": list(self.stop_ids), **settings, "logprobs": 0}
-        about = {"request_id": request_id, "model": self.model, "stream": False, "sampling_params": params}
-        headers = {"Content-Type": "application/json", "X-Request-Id": request_id}
-        url = f"{self.url}/inference/v1/generate"
-        timeout = aiohttp.ClientTimeout(total=self.request_timeout, sock_connect=CONNECT_SECONDS)
+    async def _version_at_dispatch(self, call: Call, server: Server) -> int:
+        """The weights' version before the call goes out: it counts where the reply does not label its tokens."""
+        if server.spans or (call.version is not None and not server.control):
+            return call.version or 0
+        return await self._asked(call, server)
+
+    async def _asked(self, call: Call, server: Server) -> int:
+        """Its version by its own word. Raises Repeat where that is not the one in force."""
         try:
-            session = self._shared.open()
-            async with session.post(url, data=_body(about, ids), headers=headers, timeout=timeout) as answer:
-                return answer.status, await answer.read()
-        except aiohttp.InvalidURL as error:
-            raise PolicyError(f"policy.url is {self.url!r}, no URL: {error}") from None
-        except aiohttp.ConnectionTimeoutError as error:
-            raise reply.Unavailable(f"no connection within {CONNECT_SECONDS} s") from error
-        except TimeoutError as error:
-            raise PolicyError(
-                f"request {request_id}: no reply within {self.request_timeout} s (request_timeout)"
-            ) from error
-        except (aiohttp.ClientError, OSError) as error:
-            raise reply.Unavailable(f"{type(error).__name__}: {error}") from error
+            label = await server.engine.label()
+        except EngineError as error:
+            raise Repeat("overload" if error.fault == "overload" else "refused", str(error)) from None
+        version = 0 if label is None else version_number(label)
+        if call.version is not None and label is not None:
+            self._check_version(call, version, label == UNTOLD)
+        return version
 
-    async def _version_at_dispatch(self) -> int:
-        """The version before the call goes out, for servers whose replies do not label spans."""
-        if self._shared.labels:
-            return self.version
-        try:
-            timeout = aiohttp.ClientTimeout(total=HEALTH_SECONDS)
-            async with self._shared.open().get(f"{self.url}/weight_info", timeout=timeout) as answer:
-                if answer.status == 200:
-                    self.version = reply.version_number(orjson.loads(await answer.read())["weight_version"])
-        except (aiohttp.ClientError, OSError, ValueError, KeyError, TypeError, TimeoutError) as error:
-            log.debug("the server tells no weight version (%r): %d is taken", error, self.version)
-        return self.version
+    def _check_version(self, call: Call, oldest: int, untold: bool) -> None:
+        """A server missed an update, or is a fresh one: what it samples is not of the weights in force.
 
-    async def _wait(self, failed_at: float, tries: int, why: str) -> None:
-        """Return when a backend looks usable again; raise PolicyError when `policy_wait` is over."""
-        self._shared.say_unreachable(self.url, why, self.policy_wait)
-        pause = self.clock.paused(f"no backend at {self.url}") if self.clock else contextlib.nullcontext()
-        with pause:
-            while True:
-                left = self.policy_wait - (time.monotonic() - failed_at)
-                if left <= 0:
-                    raise PolicyError(f"no usable backend at {self.url} for {self.policy_wait} s (policy_wait): {why}")
-                first, longest = BACKOFF
-                await asyncio.sleep(min(left, longest, first * 2 ** min(tries, 10)) * random.uniform(0.5, 1.0))
-                if await self._healthy():
-                    return
-                tries += 1
-
-    async def _healthy(self) -> bool:
-        try:
-            timeout = aiohttp.ClientTimeout(total=HEALTH_SECONDS)
-            async with self._shared.open().get(f"{self.url}/health", timeout=timeout) as answer:
-                return answer.status == 200
-        except (aiohttp.ClientError, OSError, TimeoutError):
-            return False
-
-    async def _abort(self, request_id: str) -> None:
-        """Tell the engine too: best effort, since the closed socket already ends the request."""
-        body = {"request_ids": [f"generate-tokens-{request_id}"]}
-        try:
-            timeout = aiohttp.ClientTimeout(total=ABORT_SECONDS)
-            url = f"{self.url}/inference/v1/abort_requests"
-            async with self._shared.open().post(url, json=body, timeout=timeout) as answer:
-                await answer.read()
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            log.debug("request %s: the abort was not answered: %r", request_id, error)
-
-
-def open_policy(config: Config) -> VllmPolicy:
-    """The policy that the config names. Raises ConfigError when its tokenizer or renderer can't be had."""
-    if not config.policy.tokenizer:
-        raise ConfigError("policy.tokenizer is empty: give the folder of the served model's tokenizer.json")
-    chosen = config.policy
-    return VllmPolicy(
-        chosen.url,
-        chosen.model,
-        str(config.path_of(chosen.tokenizer)),
-        chosen.renderer,
-        context=chosen.context,
-        policy_wait=config.limits.policy_wait,
-        request_timeout=chosen.request_timeout,
-        defaults={"max_tokens": chosen.max_tokens, "temperature": chosen.temperature, "top_p": chosen.top_p},
-    )
-
-
-class _Shared:
-    """What all views of one policy hold together: the session, the weights' version, calls on their way out."""
-
-    def __init__(self, session: aiohttp.ClientSession | None) -> None:
-        self._session = session
-        self._owned = session is None
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._said = float("-inf")
-        self.version = 0
-        self.labels = False
-
-    def open(self) -> aiohttp.ClientSession:
-        """The process's session, made in the running loop; proxies of the environment are ignored."""
-        if self._session is None:
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=20)
-            self._session = aiohttp.ClientSession(connector=connector, trust_env=False, auto_decompress=True)
-        return self._session
-
-    def say_unreachable(self, url: str, why: str, patience: float) -> None:
-        """Log that calls wait: once for all of them, and again every SAY_EVERY seconds."""
-        if time.monotonic() - self._said >= SAY_EVERY:
-            self._said = time.monotonic()
-            log.warning(
-                "no usable backend at %s: %s; calls wait for one, %g s at most (limits.policy_wait)", url, why, patience
+        One to which nobody has told a version has what it started with, whatever number that is taken for; only where
+        the trainer names no folder may that be the run's first weights.
+        """
+        if call.version is not None and (oldest < call.version or (untold and self.pool.fleet.policy.path)):
+            has = "those that it started with" if untold else f"version {oldest}"
+            raise Repeat(
+                "behind",
+                f"its weights are {has}, version {call.version} was in force when it was asked",
+                None if untold else oldest,
             )
 
-    def spawn(self, work: Any) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    async def _versions(
+        self, call: Call, server: Server, answer: reply.Reply, dispatched: int
+    ) -> list[tuple[int, int, int]]:
+        """Which weights sampled which token: the server's labels where they mean a thing, else the version at dispatch.
 
-    async def close(self) -> None:
-        if self._tasks:
-            await asyncio.wait(list(self._tasks), timeout=ABORT_SECONDS)
-        if self._session is not None and self._owned:
-            await self._session.close()
+        Raises Repeat for tokens of weights older than those in force when the call was sent, and for those of which
+        nobody can say whether the weights changed under them.
+        """
+        spans = answer.versions
+        if spans is not None and (server.labels or call.version is None):
+            server.spans = True
+            if spans:
+                self._check_version(call, min(span[0] for span in spans), answer.untold)
+            return spans
+        if call.version is not None:
+            if server.control and await self._asked(call, server) != dispatched:
+                raise Repeat("refused", f"its weights changed under this call, from version {dispatched}")
+            await self.pool.fleet.in_touch()
+            if call.lapses != self.pool.fleet.lapses:
+                raise Repeat("refused", "this process was silent for so long that its weights may have changed")
+        return [(dispatched, 0, len(answer.ids))] if answer.ids else []
 
 
-async def _body(about: dict[str, Any], ids: Sequence[int]) -> AsyncIterator[bytes]:
-    """The request as JSON, `token_ids` encoded slice by slice while the socket takes them."""
-    yield orjson.dumps(about)[:-1] + b',"token_ids":['
-    for start in range(0, len(ids), SLICE):
-        part = np.array(ids[start : start + SLICE], dtype=np.uint32)
-        text = orjson.dumps(part, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
-        yield text if start == 0 else b"," + text
-    yield b"]}"
+def urls_of(text: str) -> list[str]:
+    """The URLs in policy.url."""
+    return [url.strip() for url in text.split(",") if url.strip()]
+
+
+def open_policy(config: Config, queue: Queue | None = None, worker: str = "") -> VllmPolicy:
+    """The policy of this configuration; `queue` and `worker`: servers come from the registry too, under this name.
+
+    Raises ConfigError when its tokenizer or renderer can't be had, or policy.url is no URL.
+    """
+    chosen, limits = config.policy, config.limits
+    backends = Backends(Queue(queue.redis, config)) if queue is not None else None
+    patience = Patience(
+        wait=limits.policy_wait, request=chosen.request_timeout, probe_every=chosen.probe_every,
+        probe_timeout=chosen.probe_timeout, lease=chosen.backend_lease,
+    )  # fmt: skip
+    pool = Pool(urls_of(chosen.url), model=chosen.model, patience=patience, backends=backends, worker=worker)
+    return VllmPolicy(
+        pool,
+        chosen.model,
+        str(config.path_of(chosen.tokenizer)) if chosen.tokenizer else "",
+        chosen.renderer,
+        context=chosen.context,
+        defaults={"max_tokens": chosen.max_tokens, "temperature": chosen.temperature, "top_p": chosen.top_p},
+    )

@@ -5,73 +5,131 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import orjson
 
-from pipeline.errors import ContextFull, PolicyError, PolicyReplyError, TaskError
+from pipeline.engine import UNTOLD, error_text, version_number
+from pipeline.errors import ContextFull, PolicyReplyError, TaskError
 
 REASONS = ("stop", "length", "abort")
 NO_EVIDENCE = -9999.0
 """vLLM's stand-in for a probability of zero: such a token was not sampled from the distribution it reports."""
 
+MOST_LOGPROB = 1e-3
+"""A logprob above zero, but for rounding, is none."""
+
+ID_END = 2**32
+
+Case = Literal["refused", "lost", "dead", "hang", "overload", "error", "misfit", "behind"]
+"""refused: no connection. lost: the connection broke before the reply was there. dead: the engine behind the server is
+gone. hang: no sign of life. overload: it sends us away for now. error: any other fault of its own. misfit: it lacks the
+path or the model. behind: its weights are older than those in force."""
+
 _OVERLONG = re.compile(r"maximum (context|model) length|max_model_len|longer than the maximum", re.IGNORECASE)
-_NUMBER = re.compile(r"(\d+)$")
+"""In a 400: the prompt does not fit the server's window."""
 
 
-class Unavailable(Exception):
-    """No backend took the call: it may be repeated."""
+class Repeat(Exception):
+    """A server gave this call no reply that counts: another one may. `case` tells the faults apart (see Case).
+
+    `version`: of its weights, where it is behind.
+    """
+
+    def __init__(self, case: Case, why: str, version: int | None = None) -> None:
+        super().__init__(why)
+        self.case: Case = case
+        self.version = version
 
 
 class Reply(NamedTuple):
-    """One sampled action. `versions` is None where the server does not label spans."""
+    """One sampled action. `versions` is None where the server does not label spans; `untold`: some of them bear the
+    label of a server to which nobody has told a version."""
 
     ids: list[int]
     logprobs: list[float]
     versions: list[tuple[int, int, int]] | None
     finish_reason: str
+    untold: bool = False
 
 
-def read(body: bytes, request_id: str) -> Reply:
-    """The checked reply of `/inference/v1/generate`. Raises PolicyReplyError, which names what does not fit."""
+def read(
+    body: bytes, request_id: str, endpoint: str = "generate", prompt: Sequence[int] = (), most: float = math.inf
+) -> Reply:
+    """The checked reply of `/inference/v1/generate` or `/v1/completions`.
+
+    `prompt`: what was sent; a server that repeats it must have read the same. `most`: tokens that were asked for at
+    most. Raises PolicyReplyError, which names what does not fit.
+    """
     try:
         answer = orjson.loads(body)
         choice = answer["choices"][0]
-        ids = choice["token_ids"]
-        logprobs = choice["logprobs"]
-        reason = choice["finish_reason"]
+        ids, logprobs, reason = choice["token_ids"], choice["logprobs"], choice["finish_reason"]
         claimed = (answer.get("usage") or {}).get("completion_tokens")
+        echoed = choice.get("prompt_token_ids")
     except (orjson.JSONDecodeError, KeyError, IndexError, TypeError, AttributeError) as error:
         raise PolicyReplyError(
-            f"request {request_id}: the reply is not the one of /inference/v1/generate: {error!r}"
+            f"request {request_id}: the reply is not the one of the {endpoint} endpoint: {error!r}"
         ) from None
     if not isinstance(ids, list):
         raise PolicyReplyError(f"request {request_id}: token_ids is a {type(ids).__name__}, wanted a list")
-    content = (logprobs or {}).get("content") if isinstance(logprobs, dict | None) else None
-    if content is None:
+    wrong = [item for item in ids if type(item) is not int or not 0 <= item < ID_END]
+    if wrong:
+        raise PolicyReplyError(f"request {request_id}: {str(wrong[0])[:80]} is no token id")
+    if len(ids) > most:
+        raise PolicyReplyError(f"request {request_id}: {len(ids)} tokens came, {most} were asked for at most")
+    if echoed is not None and len(prompt) and echoed != list(prompt):
+        raise PolicyReplyError(
+            f"request {request_id}: {len(prompt)} prompt ids were sent, the server read {len(echoed)} others"
+        )
+    evidence = _evidence(logprobs, endpoint)
+    if evidence is None:
         raise PolicyReplyError(f"request {request_id}: {len(ids)} ids came with 0 logprobs")
     if claimed is not None and claimed != len(ids):
         raise PolicyReplyError(
             f"request {request_id}: the server counts {claimed} completion tokens but sent {len(ids)} ids"
         )
-    if len(content) != len(ids):
-        raise PolicyReplyError(f"request {request_id}: {len(ids)} ids came with {len(content)} logprobs")
+    if len(evidence) != len(ids):
+        raise PolicyReplyError(f"request {request_id}: {len(ids)} ids came with {len(evidence)} logprobs")
     if reason not in REASONS:
         raise PolicyReplyError(f"request {request_id}: finish_reason is {reason!r}, wanted one of {', '.join(REASONS)}")
-    return Reply(ids, _logprobs(ids, content, request_id), _versions(choice, len(ids), request_id), reason)
+    if not ids and reason != "abort":
+        raise PolicyReplyError(f"request {request_id}: no token came, and finish_reason is {reason!r}")
+    versions = _versions(choice, len(ids), request_id)
+    untold = versions is not None and any(str(span["version"]) == UNTOLD for span in choice["weight_versions"])
+    return Reply(ids, _logprobs(ids, evidence, request_id), versions, reason, untold)
 
 
-def _logprobs(ids: Sequence[int], content: Sequence[Any], request_id: str) -> list[float]:
+def _evidence(logprobs: Any, endpoint: str) -> list[Any] | None:
+    """(token, logprob) for each sampled token, as the endpoint tells them; None where there are none."""
+    if not isinstance(logprobs, dict):
+        return None
+    if endpoint == "generate":
+        content = logprobs.get("content")
+        if not isinstance(content, list):
+            return None
+        return [(item.get("token_id"), item.get("logprob")) if isinstance(item, dict) else item for item in content]
+    tokens, values = logprobs.get("tokens"), logprobs.get("token_logprobs")
+    if not isinstance(tokens, list) or not isinstance(values, list):
+        return None
+    named = [token[9:] if str(token).startswith("token_id:") else token for token in tokens]
+    return list(zip(named, values, strict=False))
+
+
+def _logprobs(ids: Sequence[int], evidence: Sequence[Any], request_id: str) -> list[float]:
     values: list[float] = []
-    for at, (token, item) in enumerate(zip(ids, content, strict=True)):
+    for at, (token, item) in enumerate(zip(ids, evidence, strict=True)):
         try:
-            about, value = item.get("token_id", token), float(item["logprob"])
-        except (AttributeError, KeyError, TypeError, ValueError):
+            about, value = item
+            value = float(value)
+        except (TypeError, ValueError):
             raise PolicyReplyError(f"request {request_id}: logprob {at} of {len(ids)} is {str(item)[:80]}") from None
-        if about != token:
+        if about is not None and about != token and str(about) != str(token):
             raise PolicyReplyError(f"request {request_id}: logprob {at} is of token {about}, the id there is {token}")
-        if not math.isfinite(value) or value <= NO_EVIDENCE:
-            raise PolicyReplyError(f"request {request_id}: logprob {at} of {len(ids)} is {value}, no finite evidence")
+        if not NO_EVIDENCE < value <= MOST_LOGPROB:
+            raise PolicyReplyError(
+                f"request {request_id}: logprob {at} of {len(ids)} is {value}, no finite evidence of a chance"
+            )
         values.append(value)
     return values
 
@@ -86,7 +144,7 @@ def _versions(choice: dict[str, Any], count: int, request_id: str) -> list[tuple
         raise PolicyReplyError(f"request {request_id}: weight_versions can't be read: {error!r}") from None
     at = 0
     for version, start, end in runs:
-        if start != at or end <= start:
+        if type(start) is not int or type(end) is not int or start != at or end <= start:
             raise PolicyReplyError(
                 f"request {request_id}: weight version {version} covers {start}:{end}, expected from {at}"
             )
@@ -96,43 +154,18 @@ def _versions(choice: dict[str, Any], count: int, request_id: str) -> list[tuple
     return runs
 
 
-def version_number(label: Any) -> int:
-    """The rising integer in an engine's label: "default" is 0, "step-12" and "12" are 12. Raises PolicyReplyError."""
-    text = str(label)
-    found = _NUMBER.search(text)
-    if found:
-        return int(found[1])
-    if text == "default":
-        return 0
-    raise PolicyReplyError(f"weight version {text!r} ends in no number: give versions such as 12 or step-12")
-
-
-def error_text(body: bytes) -> str:
-    """The server's own sentence in an error reply, at most 500 characters."""
-    try:
-        parsed = orjson.loads(body)
-    except orjson.JSONDecodeError:
-        return body.decode("utf-8", "replace")[:500]
-    found = parsed.get("error", parsed) if isinstance(parsed, dict) else parsed
-    if isinstance(found, dict):
-        found = found.get("message") or found.get("detail") or found
-    return str(found)[:500]
-
-
-def is_overlong(message: str) -> bool:
-    """Whether a 400 says that the prompt does not fit the server's window."""
-    return bool(_OVERLONG.search(message))
-
-
-def failure(status: int, body: bytes, url: str) -> Exception:
-    """The error that a status other than 200 means for the rollout."""
+def failure(status: int, body: bytes) -> Exception:
+    """What a status other than 200 means for the call: Repeat, ContextFull or TaskError."""
     message = error_text(body)
-    if status in (429, 502, 503, 504):
-        return Unavailable(f"HTTP {status}: {message}")
+    said = f"HTTP {status}: {message}"
+    if status in (429, 503):
+        return Repeat("overload", said)
+    if status in (502, 504) or (status == 500 and ("EngineCore" in message or "EngineDead" in message)):
+        return Repeat("dead", said)
     if status in (400, 413, 422):
-        if is_overlong(message):
+        if _OVERLONG.search(message):
             return ContextFull(f"the server says: {message}")
         return TaskError(f"the policy server refuses this request for good: {message}")
     if status == 403:
-        return PolicyError(f"{url}: HTTP 403: {message} (start vLLM with --enable-scale-out)")
-    return PolicyError(f"{url}: HTTP {status}: {message}")
+        return Repeat("misfit", f"{said} (start vLLM with --enable-scale-out)")
+    return Repeat("misfit" if status in (401, 404, 405) else "error", said)

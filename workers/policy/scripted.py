@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,9 @@ from aiohttp import web
 
 from pipeline.errors import ConfigError, PolicyError
 from workers.policy.rendering import Rendering
-from workers.policy.scripted_engine import Engine
-from workers.policy.scripted_http import Face, Faults
+from workers.policy.scripted_engine import Engine, Pace
+from workers.policy.scripted_faults import Faults
+from workers.policy.scripted_http import Face
 from workers.policy.scripted_speech import NAME, Speech
 from workers.policy.tokenizer import Tokenizer
 
@@ -36,26 +38,36 @@ START_SECONDS = 30.0
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How the server behaves. `tokenizer`: folder or loaded one. `latency`, `latency_per_token`: seconds."""
+    """How the server behaves. `tokenizer`: folder or loaded one. Latencies are in seconds, see Pace.
+
+    `slots`: calls that run at once, 0 = all. `dev_mode`, `scale_out`: whether it has vLLM's control side and its token
+    path. `poison`: a question that kills the engine.
+    """
 
     tokenizer: str | Tokenizer
     answers: dict[str, Any] = field(default_factory=dict)
     p_correct: float = 0.6
     latency: float = 0.0
     latency_per_token: float = 0.0
+    latency_per_prompt_token: float = 0.0
+    slots: int = 0
     seed: int = 0
     faults: str = ""
     model: str = "policy"
     max_model_len: int = 32_768
     drift: float = 0.2
+    dev_mode: bool = True
+    scale_out: bool = True
+    poison: str = ""
 
 
 @dataclass
 class Running:
-    """A server in this process. `engine` and `faults` may be looked at and changed by a test."""
+    """A server in this process. `engine`, `face` and `faults` may be looked at and changed by a test."""
 
     url: str
     engine: Engine
+    face: Face
     faults: Faults
     _runner: web.AppRunner
 
@@ -63,7 +75,9 @@ class Running:
         await self._runner.cleanup()
 
 
-async def start(options: Options, port: int = 0, host: str = "127.0.0.1") -> Running:
+async def start(
+    options: Options, port: int = 0, host: str = "127.0.0.1", on_exit: Callable[[], None] = lambda: None
+) -> Running:
     """Serve in the running loop; port 0 takes a free one. Raises ConfigError for faults that mean nothing."""
     try:
         faults = Faults(options.faults)
@@ -71,14 +85,21 @@ async def start(options: Options, port: int = 0, host: str = "127.0.0.1") -> Run
         raise ConfigError(f"--faults {options.faults}: {error}") from None
     rendering = Rendering(options.tokenizer)
     speech = Speech(rendering, options.answers, options.p_correct, options.drift, options.seed)
-    engine = Engine(speech, latency=options.latency, per_token=options.latency_per_token)
-    face = Face(engine, model=options.model, window=options.max_model_len, faults=faults)
+    pace = Pace(
+        latency=options.latency, per_token=options.latency_per_token,
+        per_prompt_token=options.latency_per_prompt_token, slots=options.slots,
+    )  # fmt: skip
+    engine = Engine(speech, pace, options.poison)
+    face = Face(
+        engine, model=options.model, window=options.max_model_len, faults=faults, dev_mode=options.dev_mode,
+        scale_out=options.scale_out, on_exit=on_exit,
+    )  # fmt: skip
     runner = web.AppRunner(face.app(), access_log=None, handler_cancellation=True, shutdown_timeout=0.5)
     await runner.setup()
     site = web.TCPSite(runner, host, port, backlog=4096)
     await site.start()
     taken = runner.addresses[0][1]
-    return Running(f"http://{host}:{taken}", engine, faults, runner)
+    return Running(f"http://{host}:{taken}", engine, face, faults, runner)
 
 
 @dataclass
@@ -122,8 +143,8 @@ def launch(folder: Path, *arguments: str) -> Launched:
 
 
 async def _serve(options: Options, port: int, port_file: Path | None, tied: bool) -> None:
-    running = await start(options, port)
     over = asyncio.Event()
+    running = await start(options, port, on_exit=over.set)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, over.set)
@@ -152,6 +173,11 @@ def _until_stdin_closes(loop: asyncio.AbstractEventLoop, over: asyncio.Event) ->
 @click.option("--p-correct", default=0.6, show_default=True, help="Chance of the right answer.")
 @click.option("--latency", default=0.0, show_default=True, help="Seconds before the first token.")
 @click.option("--latency-per-token", default=0.0, show_default=True, help="Seconds for each further token.")
+@click.option("--latency-per-prompt-token", default=0.0, show_default=True, help="Seconds for each that is not cached.")
+@click.option("--slots", default=0, show_default=True, help="Calls that run at once; the others wait. 0 = all run.")
+@click.option("--dev-mode/--no-dev-mode", default=True, show_default=True, help="Whether it has a control side.")
+@click.option("--scale-out/--no-scale-out", default=True, show_default=True, help="Whether it has the token path.")
+@click.option("--poison", default="", help="For tests: a question that kills the engine.")
 @click.option("--seed", default=0, show_default=True)
 @click.option("--faults", default="", help="For tests, e.g. 500:0.1,drop*2.")
 @click.option("--drift", default=0.2, show_default=True, help="Share of replies in an unusual tokenisation.")

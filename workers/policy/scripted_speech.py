@@ -63,10 +63,22 @@ class Speech:
         self._pieces = {token: text for text, token in self._vocabulary.items() if not text.startswith("<|")}
         self._found: dict[str, Any] = {}
 
+    def until(self, ids: Sequence[int], stop: Sequence[str]) -> int:
+        """How many of these ids are said before one of the texts in `stop` is complete; all where none comes."""
+        for count in range(1, len(ids) + 1) if stop else ():
+            text = self.rendering.text(ids[:count])
+            if any(mark in text for mark in stop):
+                return count
+        return len(ids)
+
     def chance(self, ids: npt.NDArray[np.uint32], *about: object) -> random.Random:
         """The request's own random numbers."""
         text = "|".join(map(str, (self.seed, *about))).encode()
         return random.Random(hashlib.blake2b(ids.tobytes() + text, digest_size=16).digest())
+
+    def lot(self, *about: object) -> random.Random:
+        """Random numbers that hang on no prompt."""
+        return random.Random(hashlib.blake2b("|".join(map(str, (self.seed, *about))).encode()).digest())
 
     def reply(self, ids: npt.NDArray[np.uint32], chance: random.Random) -> Said:
         """What follows the prompt `ids`."""
@@ -75,6 +87,10 @@ class Speech:
         if chance.random() < self.drift:
             said = self._drifted(said, chance)
         return Said(said, [-round(chance.expovariate(2.0) + 0.0001, 4) for _ in said])
+
+    def question(self, ids: npt.NDArray[np.uint32]) -> str:
+        """The last question of the user in this prompt."""
+        return self._read(ids)[0]
 
     def _read(self, ids: npt.NDArray[np.uint32]) -> tuple[str, int]:
         """The last question of the user, and how many turns the policy has had since."""

@@ -13,16 +13,15 @@ import logging
 import os
 import secrets
 import shutil
-import socket
 import stat
 import tempfile
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from pipeline.config import Config
 from pipeline.connection import redacted
 from pipeline.errors import ConfigError, LineError, SandboxError
 from pipeline.queue import Queue
+from workers.address import reachable_address
 from workers.sandbox.boxes import layout, orphans
 from workers.sandbox.client import this_machine
 from workers.sandbox.server import Server
@@ -43,31 +42,6 @@ def sandbox_root(config: Config) -> Path:
     root = root or Path(tempfile.gettempdir()) / f"rollout-sandboxes-{os.getuid()}"
     line = hashlib.sha256(f"{redacted(config.redis.url)} {config.line.name}".encode()).hexdigest()[:8]
     return root / f"{config.line.name}-{line}"
-
-
-def reachable_address(config: Config) -> str:
-    """Where other machines reach this one: sandbox.listen, else the address that reaches Redis; "" for nowhere.
-
-    Raises ConfigError for an address that means another machine wherever it is read.
-    """
-    if config.sandbox.listen in ("0.0.0.0", "::", "[::]", "*"):
-        raise ConfigError(
-            f"sandbox.listen = {config.sandbox.listen}: other machines are told this address, so it must be one by "
-            "which they reach this machine; leave it empty for the one that reaches Redis"
-        )
-    if config.sandbox.listen:
-        return config.sandbox.listen
-    parts = urlsplit(config.redis.url)
-    if parts.scheme not in ("redis", "rediss") or not parts.hostname:
-        return ""
-    try:
-        family, _, _, _, where = socket.getaddrinfo(parts.hostname, parts.port or 6379, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(where)  # sends nothing; the kernel chooses the interface
-            return str(probe.getsockname()[0])
-    except OSError as error:
-        log.warning("no address of this machine reaches Redis (%s): sandboxes are served on this machine alone", error)
-        return ""
 
 
 def _keep_others_out(folder: Path) -> None:
