@@ -6,10 +6,10 @@ STAMP  := $(VENV)/.installed
 ARGS   ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format bench soak system docs clean
+.PHONY: help demo test test-vllm check format bench soak system docs clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' Makefile
 
 demo: $(STAMP) ## see the line run: 32 tasks x 4 samples through three worker processes (ARGS="--json")
 	$(BIN)/rollout demo $(ARGS)
@@ -17,6 +17,10 @@ demo: $(STAMP) ## see the line run: 32 tasks x 4 samples through three worker pr
 test: $(STAMP) ## all tests but the long ones; with CI=true installs the services first (ARGS="-k queue")
 	@if [ "$${CI:-}" = true ]; then $(MAKE) --no-print-directory system; fi
 	@.ci/tests.sh $(BIN)/pytest $(ARGS)
+
+test-vllm: $(STAMP) ## tests against a real vLLM on the CPU; installs it into .venv-vllm first, 3 GB (ARGS='-m "not slow"')
+	@.ci/vllm.sh $(BIN)/python $(VENV)-vllm
+	@$(BIN)/pytest tests/vllm $(ARGS) </dev/null
 
 check: $(STAMP) ## format, lint, types, import rule
 	$(BIN)/ruff format --check .
@@ -34,18 +38,19 @@ bench: $(STAMP) ## figures of this machine, into benchmarks/results/line.json (k
 	$(BIN)/python benchmarks/cancel.py --json benchmarks/results/cancel.json
 
 soak: $(STAMP) ## the full sizes: the long tests, then the benchmarks
-	$(BIN)/pytest tests -m slow --timeout 3600 $(ARGS)
+	$(BIN)/pytest tests -m slow --timeout 3600 --ignore tests/vllm $(ARGS)
+	@$(MAKE) --no-print-directory test-vllm ARGS="-m slow"
 	@$(MAKE) --no-print-directory bench ARGS=
 
-system: ## what changes the machine: installs redis-server, bubblewrap and Apptainer where they are missing; says so first
+system: ## what changes the machine: installs redis-server, bubblewrap, busybox and Apptainer where missing; says so first
 	@.ci/system.sh
 
 docs: $(STAMP) ## write docs/config.md and docs/redis-keys.md anew, from config.yaml and pipeline/queue.py
 	$(BIN)/python .ci/config_page.py > docs/config.md
 	$(BIN)/python .ci/keys_page.py > docs/redis-keys.md
 
-clean: ## remove .venv and caches
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+clean: ## remove .venv, .venv-vllm and caches
+	rm -rf $(VENV) $(VENV)-vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 $(STAMP): pyproject.toml .ci/constraints.txt .ci/venv.sh
 	@.ci/venv.sh "$(PYTHON)" "$(VENV)"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What the tests need from the machine itself: a Redis server (redis-server or valkey-server >= 7 on PATH), and for
-# sandboxes bubblewrap, newuidmap and Apptainer. Says first what it will do; does nothing where all is there already.
+# sandboxes bubblewrap, newuidmap, busybox and Apptainer. Says first what it will do; does nothing where all is there already.
 # Needs no systemd; starts no service. Without Redis it fails; without the rest only where CI=true.
 # Environment: APPTAINER_DEB and others, see install-apptainer.sh.
 set -euo pipefail
@@ -60,11 +60,12 @@ if ! redis_here; then
     redis_here || { say "the redis-server of this distribution is too old; the tests need 7 or newer" >&2; exit 1; }
 fi
 
-# --- bubblewrap and newuidmap
+# --- bubblewrap, newuidmap, and what the tests call by name
 packages=()
 command -v bwrap >/dev/null || packages+=(bubblewrap)
 command -v newuidmap >/dev/null || packages+=(uidmap)
 command -v nsenter >/dev/null || packages+=(util-linux)
+command -v busybox >/dev/null || packages+=(busybox-static) # the tests' small image is made of it
 if [ "${#packages[@]}" -gt 0 ] && can_install "${packages[*]}"; then
     say "will install ${packages[*]} (apt-get install)"
     apt_install "${packages[@]}" >/dev/null || lack "${packages[*]} could not be installed"
