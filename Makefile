@@ -32,10 +32,11 @@ format: $(STAMP) ## put the code into the project's format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(STAMP) ## figures of this machine, into benchmarks/results/line.json (keep the machine idle)
+bench: $(STAMP) ## figures of this machine, into benchmarks/results/ (keep the machine idle)
 	@mkdir -p benchmarks/results
 	$(BIN)/python benchmarks/line.py --json benchmarks/results/line.json $(ARGS)
 	$(BIN)/python benchmarks/cancel.py --json benchmarks/results/cancel.json
+	$(BIN)/python benchmarks/policy.py --json benchmarks/results/policy.json
 
 soak: $(STAMP) ## the full sizes: the long tests, then the benchmarks
 	$(BIN)/pytest tests -m slow --timeout 3600 --ignore tests/vllm $(ARGS)
