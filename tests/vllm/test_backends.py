@@ -246,6 +246,7 @@ async def killed_at_work(server: Served, recorders: list[Recorder]) -> None:
     await until(lambda: all(len(recorder.calls) > 8 for recorder in recorders), "all servers are in use")
     await until(lambda: server.metric("num_requests_running"), "it has work")
     server.engine().kill()
+    await until(lambda: not server.healthy(), "it knows that its engine is gone")
 
 
 def again(server: Served) -> None:
