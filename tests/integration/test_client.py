@@ -302,8 +302,8 @@ async def test_a_payload_that_is_gone_is_a_failure_and_no_empty_trajectory(confi
 
 async def test_a_deadline_ends_what_is_in_work(config: Config) -> None:
     async with RolloutClient(config=config) as client, serving(config):
-        task = Task(handler="echo", data={"sleep": 30.0}, deadline=time.time() + 1.0)
-        (rollout,) = await all_of(client, [task], timeout=10)
+        task = Task(handler="echo", data={"sleep": 30.0}, deadline=time.time() + 3.0)
+        (rollout,) = await all_of(client, [task], timeout=20)
         assert (rollout.outcome, rollout.reward) == ("failed", None)
         assert rollout.failure is not None
         assert rollout.failure.kind == "limit"

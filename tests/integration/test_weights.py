@@ -211,7 +211,7 @@ async def running(server: Running) -> None:
 async def test_what_running_calls_do(
     config: Config, tokens: tokenizer.Tokenizer, folders: Callable[[int], str], mode: Any
 ) -> None:
-    async with site(config, tokens, 1, latency_per_token=0.01) as one:
+    async with site(config, tokens, 1, latency_per_token=0.04) as one:
         await one.client.start_run(1, path=folders(1))
         reply = asyncio.create_task(call(one.servers["a"]))
         await running(one.servers["a"])
