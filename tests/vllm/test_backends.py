@@ -128,7 +128,7 @@ def several(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 @pytest.fixture
 def config(line: Callable[..., Config]) -> Config:
     """A line whose policy servers register themselves."""
-    return line("", "tiny", policy__probe_every=1.0, policy__probe_timeout=5.0)
+    return line("", "tiny", policy__probe_every=1.0, policy__probe_timeout=12.0)
 
 
 TWO_AND_FOUR = [2, pytest.param(4, marks=pytest.mark.slow)]

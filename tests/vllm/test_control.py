@@ -15,6 +15,9 @@ from tests.vllm.compare import actions_of, against_record, computed, sequences_o
 from tests.vllm.play import Play, playing, until
 from tests.vllm.servers import MODELS, WINDOW, Served
 
+REPLY = 400
+"""Tokens of a reply that is met while it is sampled: seconds, also on an idle machine."""
+
 
 @pytest.fixture
 async def play(smollm2: Served, line: Any) -> AsyncIterator[Play]:
@@ -29,7 +32,7 @@ def engine_id(request_id: str) -> str:
 
 async def test_an_aborted_reply_is_kept_and_gone_on_with(play: Play) -> None:
     """The engine knows the request by its prefixed id alone; what it had sampled stays, and the rest is asked for."""
-    id = await play.start(max_tokens=100)
+    id = await play.start(max_tokens=REPLY)
     exchange = await play.sampling(id)
     await play.call("/abort_requests", {"request_ids": [exchange.id]})
     await play.sampling(id)
@@ -39,12 +42,12 @@ async def test_an_aborted_reply_is_kept_and_gone_on_with(play: Play) -> None:
     first, second = play.proxy.of(id)
     assert (first.choice["finish_reason"], second.choice["finish_reason"]) == ("abort", "length")
     assert second.prompt == first.prompt + first.ids
-    assert len(first.ids) + len(second.ids) == 100, "the budget is what the first one left"
+    assert len(first.ids) + len(second.ids) == REPLY, "the budget is what the first one left"
     assert against_record(rollout, play.proxy.of(id))[1:] == (0, 0)
 
 
 async def test_a_pause_that_keeps_freezes_the_reply(play: Play) -> None:
-    id = await play.start(max_tokens=80)
+    id = await play.start(max_tokens=REPLY)
     exchange = await play.sampling(id)
     await play.call("/pause?mode=keep")
     try:
@@ -58,7 +61,7 @@ async def test_a_pause_that_keeps_freezes_the_reply(play: Play) -> None:
         await play.call("/resume")
     rollout = await play.pop()
     assert play.proxy.of(id) == [exchange]
-    assert exchange.choice["finish_reason"] == "length" and len(exchange.ids) == 80
+    assert exchange.choice["finish_reason"] == "length" and len(exchange.ids) == REPLY
     assert against_record(rollout, [exchange])[1:] == (0, 0)
 
 
@@ -75,7 +78,7 @@ async def _generated_when_still(play: Play) -> float:
 
 
 async def test_a_pause_that_aborts_keeps_the_partial_reply(play: Play) -> None:
-    id = await play.start(max_tokens=80)
+    id = await play.start(max_tokens=REPLY)
     await play.sampling(id)
     await play.call("/pause?mode=abort")
     try:
@@ -84,13 +87,13 @@ async def test_a_pause_that_aborts_keeps_the_partial_reply(play: Play) -> None:
         await play.call("/resume")
     rollout = await play.pop()
     first, *others = play.proxy.of(id)
-    assert first.choice["finish_reason"] == "abort" and 0 < len(first.ids) < 80
-    assert sum(len(exchange.ids) for exchange in others) == 80 - len(first.ids)
+    assert first.choice["finish_reason"] == "abort" and 0 < len(first.ids) < REPLY
+    assert sum(len(exchange.ids) for exchange in others) == REPLY - len(first.ids)
     assert against_record(rollout, play.proxy.of(id))[1:] == (0, 0)
 
 
 async def test_a_pause_that_waits_lets_the_reply_end(play: Play) -> None:
-    id = await play.start(max_tokens=50)
+    id = await play.start(max_tokens=REPLY)
     exchange = await play.sampling(id)
     try:
         await play.call("/pause?mode=wait")
@@ -98,7 +101,7 @@ async def test_a_pause_that_waits_lets_the_reply_end(play: Play) -> None:
     finally:
         await play.call("/resume")
     rollout = await play.pop()
-    assert (exchange.choice["finish_reason"], len(exchange.ids)) == ("length", 50)
+    assert (exchange.choice["finish_reason"], len(exchange.ids)) == ("length", REPLY)
     assert against_record(rollout, [exchange])[1:] == (0, 0)
 
 
@@ -167,7 +170,7 @@ async def _swap(play: Play, model: str, label: str) -> None:
 
 async def test_a_swap_in_mid_reply_is_recorded_at_its_token(play: Play, tmp_path: Path) -> None:
     """The border in the trajectory is the engine's; on each side the logprobs are those of that side's weights."""
-    id = await play.start(max_tokens=120)
+    id = await play.start(max_tokens=REPLY)
     await play.sampling(id, tokens=30)
     async with swapped(play, "smollm2-2", "7"):
         rollout = await play.pop()
