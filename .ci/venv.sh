@@ -30,4 +30,4 @@ if ! { [ -x "$venv/bin/python" ] && new_enough "$venv/bin/python" && "$venv/bin/
     fi
 fi
 echo "installing rollout-line and its libraries into $venv (a minute or two at the first time)"
-"$venv/bin/python" -m pip install -q --disable-pip-version-check -c .ci/constraints.txt -e '.[dev]'
+"$venv/bin/python" -m pip install -q --disable-pip-version-check -c .ci/constraints.txt -e '.[dev,swe,web,parquet]'

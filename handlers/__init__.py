@@ -12,6 +12,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,23 @@ def digest(handler: AgentHandler) -> str:
 def digest_of(name: str, path: str | Path | None = None) -> str:
     """`digest` of the handler called `name`."""
     return _digest(_class_of(name, None if path is None else str(path)))
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """`module:function`, by which another process finds it. Raises TypeError where none could."""
+    module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
+    if not inspect.isfunction(function) or "." in name or "<" in name or module == "__main__":
+        raise TypeError(f"{function!r:.200} can't be called in a child process: it must be a function of a module")
+    return f"{module}:{name}"
+
+
+def function_of(name: str, path: str | Path | None = None) -> Callable[..., Any]:
+    """The function that `name_of` named. Raises HandlerError, UnknownHandler."""
+    if path is not None:
+        _look_in(Path(path))
+    module, _, function = name.partition(":")
+    found: Callable[..., Any] = getattr(_import(name, module, None if path is None else str(path)), function)
+    return found
 
 
 def _digest(cls: type[AgentHandler]) -> str:

@@ -1,21 +1,91 @@
-"""The tools that a policy may be given, and how a call becomes a message: bash, IPython and files in its sandbox.
+"""The tools that a policy may be given, and how a call becomes a message: bash, IPython and files in its sandbox, and
+a family's own, which are methods marked with `tool`.
 
 Whatever is wrong with a call is said to the policy and ends nothing; what is wrong with the sandbox is raised.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar, get_type_hints
 
-from pipeline.interfaces import Sandbox, ToolCall
+from pydantic import BaseModel, ValidationError, create_model
+
+from pipeline.interfaces import Context, Sandbox, ToolCall
+
+Method = TypeVar("Method", bound=Callable[..., Awaitable[str]])
 
 READ_BYTES = 16_000
 """Of a file, shown at once; `start` shows the rest."""
 
 
+JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean"}
+"""What a parameter of a tool may be, and its name in JSON Schema."""
+
+
 class WrongCall(ValueError):
     """The policy's arguments don't fit; the sentence is for it."""
+
+
+class Over(str):
+    """What a tool returns to end the rollout: the policy has handed in its work, and hears nothing more."""
+
+
+def tool(about: str, **parameters: str) -> Callable[[Method], Method]:
+    """Marks a method `async def name(self, ctx, ...) -> str` of a `Turns` as a tool of that name.
+
+    `about` and, by name, what each parameter is are for the policy. A parameter is a str, int, float or bool; one with
+    a default may be left out. What the method returns is the tool's message; a ValueError or OSError that it raises is
+    said to the policy, any other error ends the rollout. Raises TypeError for a signature that does not fit.
+    """
+
+    def mark(method: Method) -> Method:
+        name, hints = method.__name__, get_type_hints(method)
+        fields = list(inspect.signature(method).parameters.values())[2:]
+        waits = inspect.iscoroutinefunction(method)
+        if not waits or {item.name for item in fields} != parameters.keys():
+            raise TypeError(
+                f"the tool {name!r} must be `async def {name}(self, ctx, ...)`, and @tool must say what each of its "
+                f"parameters is: it has {[item.name for item in fields]}, told are {list(parameters)}"
+            )
+        for item in fields:
+            if hints.get(item.name) not in JSON_TYPES:
+                raise TypeError(f"the tool {name!r}: {item.name} must be annotated as str, int, float or bool")
+        required = [item.name for item in fields if item.default is item.empty]
+        schema = {item.name: {"type": JSON_TYPES[hints[item.name]], "description": parameters[item.name]}
+                  for item in fields}  # fmt: skip
+        wanted: dict[str, Any] = {
+            item.name: (hints[item.name], ... if item.default is item.empty else item.default) for item in fields
+        }
+        method.schema = _tool(name, about, required, **schema)  # type: ignore[attr-defined]
+        method.wanted = create_model(name, **wanted)  # type: ignore[attr-defined]
+        return method
+
+    return mark
+
+
+async def answer_own(method: Callable[..., Awaitable[str]], ctx: Context, call: ToolCall) -> str:
+    """The text of the message of a family's own tool; `method` is bound. Raises what is no fault of the call."""
+    if call.arguments is None:
+        return f"Error: nothing was run: {call.error}. Call again in the right form."
+    wanted: type[BaseModel] = method.wanted  # type: ignore[attr-defined]
+    try:
+        arguments = wanted.model_validate(call.arguments)
+    except ValidationError as error:
+        return f"Error: nothing was run: {'; '.join(_wrong(call.name, item) for item in error.errors())}."
+    try:
+        return await method(ctx, **dict(arguments))
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        return f"Error: {why}."
+
+
+def _wrong(name: str, item: Any) -> str:
+    field = ".".join(map(str, item["loc"]))
+    if item["type"] == "missing":
+        return f"{name} wants `{field}`"
+    return f"`{field}` of {name} is {item['input']!r:.80}: {item['msg'][0].lower()}{item['msg'][1:]}"
 
 
 def _tool(name: str, about: str, required: Sequence[str], **parameters: dict[str, str]) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """The usual agent loop on tokens: the policy speaks, its tool calls run in the sandbox, and it reads what came of them.
 
 A family derives from `Turns` and writes `prompt` and `eval`; one that acts in a sandbox sets `tools = ("bash",)` and
-`sandbox = {}`. Sampled ids are never tokenised again: each turn's ids are the ones before plus what is new. Only where
-the format can't go on so, or the conversation is compacted, a new sequence begins.
+`sandbox = {}`. A method marked with `handlers.tools.tool` is a tool too. Sampled ids are never tokenised again: each
+turn's ids are the ones before plus what is new. Only where the format can't go on so, or the conversation is compacted,
+a new sequence begins.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from handlers.tools import TOOLS, answer
+from handlers.tools import TOOLS, Over, answer, answer_own
 from pipeline.errors import ContextFull, PolicyError
 from pipeline.interfaces import AgentHandler, Completion, Context, Message, Parsed, Policy, ToolCall
 
@@ -26,17 +27,19 @@ class Turns(AgentHandler):
     """Plays a conversation until the policy calls no tool, its turns are over, or its window is full."""
 
     tools: ClassVar[tuple[str, ...]] = ()
-    """Names out of `handlers.tools.TOOLS`: bash, ipython, read_file, write_file, edit_file."""
+    """Names out of `handlers.tools.TOOLS` (bash, ipython, read_file, write_file, edit_file), and of methods that are
+    marked with `handlers.tools.tool`."""
 
     compact_at: ClassVar[float | None] = None
     """Share of the window at which `compact` shortens the conversation and a new sequence begins; None = never."""
 
     def __init_subclass__(cls, **named: Any) -> None:
         super().__init_subclass__(**named)
-        unknown = sorted(set(cls.tools) - TOOLS.keys())
+        own = [name for name in dir(cls) if hasattr(getattr(cls, name), "schema") and name not in TOOLS]
+        unknown = sorted(set(cls.tools) - TOOLS.keys() - set(own))
         if unknown:
-            raise TypeError(f"{cls.__name__}.tools names {unknown[0]!r}; there are: {', '.join(TOOLS)}")
-        if cls.tools and cls.sandbox is None:
+            raise TypeError(f"{cls.__name__}.tools names {unknown[0]!r}; there are: {', '.join([*TOOLS, *own])}")
+        if set(cls.tools) & TOOLS.keys() and (cls.sandbox is None or cls.eval_sandbox == "only"):
             raise TypeError(f"{cls.__name__} has tools but no sandbox to use them in: set `sandbox = {{}}`")
         if cls.compact_at is not None and not 0 < cls.compact_at <= 1:
             raise TypeError(f"{cls.__name__}.compact_at is {cls.compact_at!r}: a share of the window, above 0, up to 1")
@@ -66,7 +69,11 @@ class Turns(AgentHandler):
             ctx.state["answer"] = said.message.get("content", "")
             if not said.calls:
                 return
-            results = [await self.use(ctx, call) for call in said.calls]
+            results: list[Message] = []
+            for call in said.calls:
+                results.append(await self.use(ctx, call))
+                if isinstance(results[-1]["content"], Over):
+                    return
             if turn == ctx.max_turns:
                 ctx.trajectory.truncated = "turns"
             elif not talk.hear(results) and not await self._compacted(ctx, talk):
@@ -74,7 +81,10 @@ class Turns(AgentHandler):
 
     async def use(self, ctx: Context, call: ToolCall) -> Message:
         """Run one tool call; whatever is wrong with it is said to the policy."""
-        text = await answer(ctx.sandbox, call, self.tools)
+        if call.name in self.tools and call.name not in TOOLS:
+            text = await answer_own(getattr(self, call.name), ctx, call)
+        else:
+            text = await answer(ctx.sandbox, call, self.tools)
         return {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": text}
 
     async def compact(self, ctx: Context, messages: list[Message]) -> list[Message]:
@@ -96,7 +106,7 @@ class Turns(AgentHandler):
         return self.compact_at is not None and talk.open(await self.compact(ctx, list(talk.messages)))
 
     def _offered(self) -> list[dict[str, Any]]:
-        return [TOOLS[name] for name in self.tools]
+        return [TOOLS[name] if name in TOOLS else getattr(self, name).schema for name in self.tools]
 
 
 class Talk:

@@ -86,6 +86,7 @@ class LimitsConfig(Section):
     loop_stall: Period = 30.0
     loop_dead: Period = 120.0
     swallow: Period = 1.0
+    eval_timeout: Literal["mask", "zero"] = "mask"
 
 
 class MemoryConfig(Section):
@@ -99,6 +100,12 @@ class KeepConfig(Section):
 
     dead_days: Period = 7.0
     gone_hours: Period = 24.0
+
+
+class ArtifactsConfig(Section):
+    """Large files of a rollout that are kept beside the line."""
+
+    folder: str = ""
 
 
 class StageWorkersConfig(Section):
@@ -197,6 +204,7 @@ class Config(Section):
     policy: PolicyConfig = PolicyConfig()
     sandbox: SandboxConfig = SandboxConfig()
     images: ImagesConfig = ImagesConfig()
+    artifacts: ArtifactsConfig = ArtifactsConfig()
     payload: PayloadConfig = PayloadConfig()
 
     _source: Path | None = PrivateAttr(default=None)

@@ -44,7 +44,7 @@ class Task:
     `handler`: name or "module:Class". `data`: the instance, checked by the handler's own model. `sampling`: overrides
     of the policy's settings (temperature, top_p, max_tokens, seed …). `limits`: overrides in seconds or counts
     (init, run, eval, total, max_turns). `policy`: which policy plays. `deadline`: Unix time (seconds) after which
-    nobody wants it.
+    nobody wants it. `validated`: what `rollout task validate` found (line, handler's digest, seconds); {} = never done.
     `id` names the group; the same id enqueued twice is one group.
     """
 
@@ -55,6 +55,7 @@ class Task:
     limits: dict[str, float] = field(default_factory=dict)
     policy: str = "policy"
     deadline: float | None = None
+    validated: dict[str, Any] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
 
 
@@ -98,7 +99,7 @@ class Payload:
 _TYPES: dict[str, tuple[type, ...]] = {
     "handler": (str,), "id": (str,), "group": (str,), "lane": (str,), "policy": (str,), "sample": (int,),
     "samples": (int,), "priority": (int,), "enqueued": (int, float), "data": (dict,), "sampling": (dict,),
-    "limits": (dict,), "state": (dict,),
+    "limits": (dict,), "state": (dict,), "validated": (dict,),
     "deadline": (int, float, type(None)), "sandbox": (dict, type(None)), "retry_of": (str, type(None)),
     "truncated": (str, type(None)), "trajectory": (dict, type(None)),
 }  # fmt: skip

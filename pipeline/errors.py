@@ -8,6 +8,7 @@
     │   │   └── PolicyReplyError        the reply breaks the contract (counts differ, no logprobs)
     │   ├── GraderError             the grader broke before it could judge
     │   ├── LimitExceeded           a stage's working time is over
+    │   │   └── EvaluationTimeout       the tests did not end in time: once more, then as `limits.eval_timeout` says
     │   └── WorkerLost              the process that ran the attempt died, or was told to give it back
     ├── Fatal                   trying again can't help: the rollout ends `failed` at once
     │   ├── TaskError               the task's own data is wrong
@@ -80,6 +81,18 @@ class LimitExceeded(Retryable):
     """The stage's working time is over."""
 
     kind = "limit"
+
+
+class EvaluationTimeout(LimitExceeded):
+    """The tests of an evaluation did not end in time. `evidence` says what had run.
+
+    A handler's `eval` raises it. The evaluation is done once more; a second time-out is recorded: as 0.0 with this
+    evidence where `limits.eval_timeout` is `zero` and the task's gold was validated on this line, else as `failed`.
+    """
+
+    def __init__(self, message: str = "", evidence: dict[str, Any] | None = None) -> None:
+        super().__init__(message)
+        self.evidence = dict(evidence or {})
 
 
 class WorkerLost(Retryable):

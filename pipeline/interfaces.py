@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import os
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypedDict, runtime_checkable
 
 from pydantic import BaseModel
 
 from pipeline.builder import TrajectoryBuilder
-from pipeline.errors import PolicyError
+from pipeline.errors import PolicyError, SandboxError
 
 
 class Message(TypedDict, total=False):
@@ -155,7 +157,7 @@ class Policy(Protocol):
         ...
 
 
-EVAL_SANDBOXES = ("none", "same", "fresh")
+EVAL_SANDBOXES = ("none", "same", "fresh", "only")
 
 
 @dataclass(kw_only=True)
@@ -179,9 +181,11 @@ class Context:
     state: dict[str, Any] = field(default_factory=dict)
     trajectory: TrajectoryBuilder = field(default_factory=TrajectoryBuilder)
     sandbox: Sandbox | None = None
-    _policy: Policy | None = None
     deadline: float | None = None
     max_turns: int = 100
+    _policy: Policy | None = None
+    _compute: Callable[..., Awaitable[Any]] | None = None
+    _artifacts: Path | None = None
 
     @property
     def policy(self) -> Policy:
@@ -192,6 +196,38 @@ class Context:
                 "is set"
             )
         return self._policy
+
+    async def compute(self, function: Callable[..., Any], *args: Any, timeout: float | None = None) -> Any:
+        """Call a plain module-level function in a child process; arguments and result are msgpack types.
+
+        For whatever computes in an `async def` method (a parser, a comparison): the event loop stays free, and a call
+        that is over `timeout` (s), or whose attempt ends, is killed. Raises TimeoutError; what the function raised
+        comes back as the error that it would be in this stage. In a trial it is called right here, without a limit.
+        """
+        if self._compute is None:
+            return function(*args)
+        return await self._compute(function, args, timeout)
+
+    def keep(self, name: str, data: bytes) -> str:
+        """Write a file that belongs to this rollout (a whole log, a screenshot) to `artifacts.folder`; its path.
+
+        "" where no folder is set: nothing is kept then. `name` may have folders in it. Raises SandboxError (tried
+        again) when it can't be written.
+        """
+        if self._artifacts is None:
+            return ""
+        relative = PurePosixPath(name)
+        if relative.is_absolute() or ".." in relative.parts or not relative.parts:
+            raise ValueError(f"the artifact {name!r} must have a relative path")
+        place = self._artifacts / relative
+        try:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            fresh = place.with_name(f".{place.name}.{os.getpid()}")
+            fresh.write_bytes(data)
+            fresh.replace(place)
+        except OSError as error:
+            raise SandboxError(f"the artifact {place} can't be written: {error} (artifacts.folder)") from error
+        return str(place)
 
     @property
     def answer(self) -> str:
@@ -225,8 +261,9 @@ class AgentHandler:
     preload: ClassVar[tuple[str, ...]] = ()
     """Modules that the plain `def` methods need: imported once a worker instead of once a call."""
 
-    eval_sandbox: ClassVar[Literal["none", "same", "fresh"]] = "none"
-    """What EVAL needs: nothing (RUN's commit frees the sandbox), the same one, or a new one made from `sandbox`."""
+    eval_sandbox: ClassVar[Literal["none", "same", "fresh", "only"]] = "none"
+    """What EVAL needs: nothing (RUN's commit frees the sandbox), the same one, or a new one made from `sandbox`. With
+    "only" RUN has none, and the new one of EVAL is all there is."""
 
     resumable: ClassVar[bool] = True
     """A RUN attempt that was lost is gone on with by replay: its model calls and sandbox actions are answered from the
@@ -244,6 +281,18 @@ class AgentHandler:
             raise TypeError(
                 f"{cls.__name__}.eval_sandbox is {cls.eval_sandbox!r}, but it has no `sandbox`: set `sandbox = {{}}`"
             )
+
+    def sandbox_for(self, task: Any) -> dict[str, Any]:
+        """The sandbox of this task, where tasks differ (an image of its own); usually `sandbox` as it stands.
+
+        Asked in INIT, and again in EVAL for a fresh one: the same task must give the same map. Raises TaskError.
+        """
+        return dict(self.sandbox or {})
+
+    @property
+    def acts(self) -> bool:
+        """Whether RUN has a sandbox to act in."""
+        return self.sandbox is not None and self.eval_sandbox != "only"
 
     async def init(self, ctx: Context) -> None:
         """Make the sandbox ready for the policy. Must be repeatable."""

@@ -30,7 +30,7 @@ from pipeline.log import AttemptLog
 from workers.children import ChildDied, Children
 from workers.clock import WorkingClock
 from workers.sandbox.stock import reference_text
-from workers.stages import Done, Job, prepare, process
+from workers.stages import EVALUATIONS, Done, Job, prepare, process
 
 if TYPE_CHECKING:
     from workers.loop import Worker
@@ -161,7 +161,7 @@ class Attempt:
         """INIT's sandbox is made here, in the process that serves it, and not in the child that uses it first."""
         shop = self.worker.shop
         handler = shop.handler(job.task.handler)
-        if self.stage is not Stage.INIT or handler.sandbox is None:
+        if self.stage is not Stage.INIT or not handler.acts:
             return job
         return replace(job, made=(await prepare(job, handler, shop)).reference)
 
@@ -253,7 +253,8 @@ class Attempt:
             return Failure(mode="loss", to="init" if had else "", **about)  # INIT makes another one
         if isinstance(error, WorkerLost) and not isinstance(error, ChildDied):
             return Failure(mode="loss", **about)
-        if isinstance(error, Fatal):
+        late = self.stage is Stage.EVAL and isinstance(error, LimitExceeded) and self.claim.attempt >= EVALUATIONS
+        if isinstance(error, Fatal) or late:
             return Failure(mode="fatal", **about)
         retry = self.config.retry
         delay = min(retry.backoff * 2.0 ** max(0, self.claim.attempt - 1), retry.backoff_max)

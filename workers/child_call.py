@@ -1,4 +1,4 @@
-"""What a child does: one method of a handler, or a whole stage of a rollout that must run alone.
+"""What a child does: one method of a handler, one function, or a whole stage of a rollout that must run alone.
 
 Request and reply are length-prefixed msgpack maps. Errors travel as their kind and a sentence; no class is ever rebuilt
 from a name that the other side sent.
@@ -84,15 +84,25 @@ def _done_to_map(done: Done) -> dict[str, Any]:
 def _method(request: dict[str, Any], log: AttemptLog) -> dict[str, Any]:
     job = job_from_map(request["job"])
     handler = handlers.load(job.task.handler, request["path"])
-    ctx = context(job, handler, log, request["max_turns"])
+    ctx = context(job, handler, log, request["max_turns"], Path(request["artifacts"]) if request["artifacts"] else None)
     try:
         answer = getattr(handler, request["method"])(ctx)
     except (Retryable, Fatal, Stale):
         raise
     except (Exception, SystemExit) as error:
-        raise wrapped(job, error, log) from error
+        raise wrapped(job.task.handler, job.stage, error, log) from error
     reward = as_reward(job, answer) if request["method"] == "eval" else None
     return {"payload": to_map(collected(job, ctx)), "reward": reward_to_map(reward)}
+
+
+def _function(request: dict[str, Any], log: AttemptLog) -> dict[str, Any]:
+    function = handlers.function_of(request["function"], request["path"])
+    try:
+        return {"result": function(*request["args"])}
+    except (Retryable, Fatal, Stale):
+        raise
+    except (Exception, SystemExit) as error:
+        raise wrapped(request["handler"], Stage(request["job"]["stage"]), error, log) from error
 
 
 async def _stage(request: dict[str, Any], log: AttemptLog) -> dict[str, Any]:
@@ -116,7 +126,10 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     """The reply to one request: a result, or {"error": sentence, "kind": ..., "log": ...}."""
     log = AttemptLog(logging.getLogger("handler"), rollout=request["job"]["id"])
     try:
-        result = asyncio.run(_stage(request, log)) if "config" in request else _method(request, log)
+        if "config" in request:
+            result = asyncio.run(_stage(request, log))
+        else:
+            result = (_function if "function" in request else _method)(request, log)
         return {**result, "log": log.tail}
     except LineError as error:
         gone = isinstance(error, SandboxGone)

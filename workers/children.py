@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import handlers
 from pipeline import wire
 from pipeline.config import Config
 from pipeline.envelope import Payload, from_map
@@ -20,7 +21,7 @@ from pipeline.errors import GraderError, HandlerError, SandboxGone, Stale, Worke
 from pipeline.interfaces import Reward
 from pipeline.log import AttemptLog
 from workers.child_call import done_from_map, frame, job_to_map, reward_from_map
-from workers.stages import Done, Job
+from workers.stages import Done, Job, artifacts_of
 
 LAST_BYTES = 5.0
 """Seconds that a call's reply may still be on its way after the call has ended."""
@@ -64,9 +65,27 @@ class Children:
             "method": name,
             "path": self._path,
             "max_turns": self._config.policy.max_turns,
+            "artifacts": str(artifacts_of(self._config, job.id) or ""),
         }
         reply = await self._call(request, log)
         return from_map(Payload, reply["payload"]), reward_from_map(reply["reward"])
+
+    async def function(
+        self, job: Job, log: AttemptLog, function: Callable[..., Any], args: tuple[Any, ...], timeout: float | None
+    ) -> Any:
+        """Call a module-level function for one stage of the job. Raises TimeoutError (it was killed), else as `method`.
+
+        Raises TypeError for a function that a child can't find by its name.
+        """
+        request = {
+            "job": {"id": job.id, "stage": job.stage.value},
+            "handler": job.task.handler,
+            "path": self._path,
+            "function": handlers.name_of(function),
+            "args": list(args),
+        }
+        async with asyncio.timeout(timeout):
+            return (await self._call(request, log))["result"]
 
     async def stage(self, job: Job, limit: float, log: AttemptLog) -> Done:
         """Run a whole stage alone in a child. Raises ChildDied when it died: that is this rollout's own doing."""

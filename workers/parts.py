@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from pipeline.envelope import Payload
@@ -46,6 +47,10 @@ class Hosts(Protocol):
 
 
 class Caller(Protocol):
-    """Runs a plain `def` method in a child process."""
+    """Runs a plain `def` method, or a plain function, in a child process."""
 
     async def method(self, job: Job, name: str, log: AttemptLog) -> tuple[Payload, Reward | None]: ...
+
+    async def function(
+        self, job: Job, log: AttemptLog, function: Callable[..., Any], args: tuple[Any, ...], timeout: float | None
+    ) -> Any: ...

@@ -7,21 +7,37 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import traceback
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import handlers
 from pipeline.builder import TrajectoryBuilder
 from pipeline.config import Config
 from pipeline.envelope import Envelope, Payload, Stage, Task
-from pipeline.errors import ContextFull, Fatal, GraderError, HandlerError, LineError, NeedsPlace, Retryable, Stale
+from pipeline.errors import (
+    ContextFull,
+    EvaluationTimeout,
+    Fatal,
+    GraderError,
+    HandlerError,
+    LineError,
+    NeedsPlace,
+    Retryable,
+    Stale,
+)
 from pipeline.interfaces import AgentHandler, Context, Policy, Reward
 from pipeline.log import AttemptLog
 from workers.clock import WorkingClock
 from workers.parts import Caller, Hosts, Near, Stock
 from workers.replay import Journaled, Replay
+
+EVALUATIONS = 2
+"""An evaluation that is out of time is done so often; more would only take places from others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +130,7 @@ async def process(job: Job, shop: Workshop, log: AttemptLog, clock: WorkingClock
 
 async def _init(job: Job, handler: AgentHandler, shop: Workshop, log: AttemptLog, clock: WorkingClock) -> Done:
     handlers.check_task(handler, job.task.data)
-    if handler.sandbox is None:
+    if not handler.acts:
         payload, _ = await _call(job, "init", handler, shop, log, clock)
         return Done(envelope=job.envelope.advance(sandbox=None), payload=payload or None, restart="run")
     restart = "run" if handler.resumable else "init"
@@ -135,7 +151,8 @@ async def prepare(job: Job, handler: AgentHandler, shop: Workshop) -> Near:
     if not job.place:
         raise NeedsPlace(f"{job.task.handler} needs a sandbox: the rollout waits for a host with room")
     stock = await shop.need_stock()
-    return await stock.prepare(dict(handler.sandbox or {}), id=job.id, token=job.token, lane=job.envelope.lane)
+    asked = handler.sandbox_for(handlers.check_task(handler, job.task.data))
+    return await stock.prepare(asked, id=job.id, token=job.token, lane=job.envelope.lane)
 
 
 async def _run(job: Job, handler: AgentHandler, shop: Workshop, log: AttemptLog, clock: WorkingClock) -> Done:
@@ -148,14 +165,39 @@ async def _run(job: Job, handler: AgentHandler, shop: Workshop, log: AttemptLog,
 
 async def _eval(job: Job, handler: AgentHandler, shop: Workshop, log: AttemptLog, clock: WorkingClock) -> Done:
     reference = job.envelope.sandbox
-    if handler.eval_sandbox == "fresh" and handler.sandbox is not None:
-        reward = await _eval_fresh(job, handler, shop, log, clock)
-    else:
-        sandbox = await _far(job, handler, shop, reference) if reference is not None else None
-        _, reward = await _call(job, "eval", handler, shop, log, clock, sandbox)
+    try:
+        if handler.eval_sandbox in ("fresh", "only"):
+            reward = await _eval_fresh(job, handler, shop, log, clock)
+        else:
+            sandbox = await _far(job, handler, shop, reference) if reference is not None else None
+            _, reward = await _call(job, "eval", handler, shop, log, clock, sandbox)
+    except EvaluationTimeout as error:
+        reward = _timed_out(job, error, shop, log)
     if reward is None:
         raise GraderError(f"{job.task.handler}.eval returned None: it must return a number or a Reward")
     return Done(envelope=job.envelope.advance(sandbox=None), reward=reward)
+
+
+def _timed_out(job: Job, error: EvaluationTimeout, shop: Workshop, log: AttemptLog) -> Reward:
+    """The score of an evaluation that was out of time twice. Raises EvaluationTimeout where that is none.
+
+    A reward of 0 teaches the policy not to hang or slow down the tests; where the tests themselves may be what hangs,
+    it would teach nothing true: so only tasks whose right answer is known to pass here, in time, are scored so.
+    """
+    log.keep(f"{error}\nwhat had run: {json.dumps(error.evidence, default=str, ensure_ascii=False)}\n")
+    if job.attempt < EVALUATIONS or shop.config.limits.eval_timeout != "zero" or not is_validated(job, shop):
+        raise error
+    return Reward(value=0.0, parts={"timeout": 1.0}, evidence={"why": str(error), **error.evidence})
+
+
+def is_validated(job: Job, shop: Workshop) -> bool:
+    """Whether this task's gold passed on this line, with the handler's code as it is now."""
+    found = job.task.validated
+    return (
+        bool(found)
+        and found.get("line") == shop.config.line.name
+        and (found.get("handler") == shop.digest(job.task.handler))
+    )
 
 
 async def _eval_fresh(
@@ -200,8 +242,10 @@ async def _call(
     function = getattr(handler, method)
     if not inspect.iscoroutinefunction(function) and shop.children is not None:
         return await shop.children.method(job, method, log)
-    ctx = context(job, handler, log, shop.config.policy.max_turns)
+    ctx = context(job, handler, log, shop.config.policy.max_turns, artifacts_of(shop.config, job.id))
     ctx.sandbox, ctx._policy = sandbox, shop.policy_for(job, clock)
+    if shop.children is not None:
+        ctx._compute = partial(shop.children.function, job, log)
     if method == "run" and handler.resumable and ctx._policy is not None and isinstance(sandbox, Journaled):
         ctx._policy = Replay(ctx._policy, sandbox)
     ctx.deadline = clock.limit
@@ -216,10 +260,10 @@ async def _call(
         raise
     except ContextFull as error:
         if method != "run":
-            raise wrapped(job, error, log) from error
+            raise wrapped(job.task.handler, job.stage, error, log) from error
         ctx.trajectory.truncated, answer = "context", None
     except (Exception, SystemExit) as error:  # `exit()` in a handler must not end the worker
-        raise wrapped(job, error, log) from error
+        raise wrapped(job.task.handler, job.stage, error, log) from error
     return collected(job, ctx), as_reward(job, answer) if method == "eval" else None
 
 
@@ -231,7 +275,13 @@ def _check_whole(*parts: Any) -> None:
             raise broken
 
 
-def context(job: Job, handler: AgentHandler, log: AttemptLog, max_turns: int) -> Context:
+def artifacts_of(config: Config, id: str) -> Path | None:
+    """The folder of one rollout's artifacts; None where none are kept."""
+    folder = config.artifacts.folder
+    return config.path_of(folder) / config.line.name / id.replace("/", "_") if folder else None
+
+
+def context(job: Job, handler: AgentHandler, log: AttemptLog, max_turns: int, artifacts: Path | None = None) -> Context:
     """The handler's view of a job; no sandbox and no policy yet."""
     trajectory = job.payload.trajectory if job.stage is Stage.EVAL else None
     builder = TrajectoryBuilder.of(trajectory) if trajectory is not None else TrajectoryBuilder()
@@ -249,6 +299,7 @@ def context(job: Job, handler: AgentHandler, log: AttemptLog, max_turns: int) ->
         state=dict(job.payload.state),
         trajectory=builder,
         max_turns=int(job.task.limits.get("max_turns", max_turns)),
+        _artifacts=artifacts,
     )
 
 
@@ -277,8 +328,8 @@ def as_reward(job: Job, answer: Any) -> Reward | None:
     return replace(answer, value=number) if isinstance(answer, Reward) else Reward(value=number)
 
 
-def wrapped(job: Job, error: BaseException, log: AttemptLog) -> LineError:
+def wrapped(handler: str, stage: Stage, error: BaseException, log: AttemptLog) -> LineError:
     """A handler's plain Python error: it ends the rollout in INIT and RUN, in EVAL the grader is tried again."""
     log.keep("".join(traceback.format_exception(error)))
-    what = f"{job.task.handler}.{job.stage} raised {type(error).__name__}: {error}"
-    return GraderError(what) if job.stage is Stage.EVAL else HandlerError(what)
+    what = f"{handler}.{stage} raised {type(error).__name__}: {error}"
+    return GraderError(what) if stage is Stage.EVAL else HandlerError(what)

@@ -102,7 +102,7 @@ def test_text_stays_text(word: str) -> None:
         ("workers: {run: {concurency: 3}}", r"^config\.yaml: workers\.run\.concurency: unknown key \(valid: slots\)$"),
         (
             "reddis: {}",
-            r"^config\.yaml: reddis: unknown key \(did you mean redis\? valid: handlers, images, .*workers\)$",
+            r"^config\.yaml: reddis: unknown key \(did you mean redis\? valid: artifacts, handlers, .*workers\)$",
         ),
         ("lease: {seconds: soon}", r"^config\.yaml: lease\.seconds: 'soon' is wrong, wanted a number$"),
         ("lease: {seconds: '30'}", r"lease\.seconds: '30' is wrong, wanted a number"),
@@ -164,7 +164,7 @@ def test_a_wrong_variable_is_a_sentence() -> None:
 def test_a_wrong_override_is_a_sentence() -> None:
     fails(r"^--set lease: wanted section\.key=value$", overrides=["lease"])
     fails(r"^--set =1: wanted", overrides=["=1"])
-    fails(r"^--set a\.b=1: a: unknown key \(valid: handlers", overrides=["a.b=1"])
+    fails(r"^--set a\.b=1: a: unknown key \(valid: artifacts", overrides=["a.b=1"])
     fails(
         r"^--set lease\.beet=1: lease\.beet: unknown key \(did you mean beat\? valid: beat, ",
         overrides=["lease.beet=1"],
