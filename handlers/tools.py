@@ -32,7 +32,7 @@ class Over(str):
     """What a tool returns to end the rollout: the policy has handed in its work, and hears nothing more."""
 
 
-def tool(about: str, **parameters: str) -> Callable[[Method], Method]:
+def tool(about: str, /, **parameters: str) -> Callable[[Method], Method]:
     """Marks a method `async def name(self, ctx, ...) -> str` of a `Turns` as a tool of that name.
 
     `about` and, by name, what each parameter is are for the policy. A parameter is a str, int, float or bool; one with
@@ -88,7 +88,7 @@ def _wrong(name: str, item: Any) -> str:
     return f"`{field}` of {name} is {item['input']!r:.80}: {item['msg'][0].lower()}{item['msg'][1:]}"
 
 
-def _tool(name: str, about: str, required: Sequence[str], **parameters: dict[str, str]) -> dict[str, Any]:
+def _tool(name: str, about: str, required: Sequence[str], /, **parameters: dict[str, str]) -> dict[str, Any]:
     schema = {"type": "object", "properties": parameters, "required": list(required)}
     return {"type": "function", "function": {"name": name, "description": about, "parameters": schema}}
 

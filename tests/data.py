@@ -1,7 +1,7 @@
 """Real tasks for tests and benchmarks: the project holds none of them.
 
-They are data files of the wheel nemo-gym 0.7.0 (Apache-2.0). A copy of them in `../shared/data` is taken first, else the
-wheel is downloaded by name into `.ci/cache`; where neither can be had, the test is skipped with the reason.
+They are data files of the wheel nemo-gym 0.7.0 (Apache-2.0). A copy of them in `../shared/data` is taken first, else
+the wheel is downloaded by name into `.ci/cache`; where neither can be had, the test is skipped with the reason.
 """
 
 from __future__ import annotations
