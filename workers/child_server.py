@@ -4,8 +4,8 @@ Started by `workers.children` as `python -m workers.child_server CONTROL_FD PREL
 session of its own; when it ends, or is to be killed, its whole process group is killed before it is reaped, so no
 signal can reach a stranger with a reused pid. The server ends with its worker, however that dies.
 
-Control messages (SOCK_SEQPACKET): to us b"S" with two file descriptors (socket of the call, its log) or b"K" + pid;
-from us pid and exit status (struct "ii") when a call has ended.
+Control messages (SOCK_SEQPACKET): to us b"S" with two file descriptors (socket of the call, its log), b"K" + pid, or
+b"P" + modules to import, separated by blanks; from us pid and exit status (struct "ii") when a call has ended.
 """
 
 from __future__ import annotations
@@ -48,6 +48,11 @@ def _children() -> set[int]:
         with contextlib.suppress(OSError), open(path, encoding="ascii") as file:
             pids.update(map(int, file.read().split()))
     return pids
+
+
+def _in_our_session(pids: set[int]) -> set[int]:
+    """Those of the children that this process started itself: each call, and all that comes of it, has another one."""
+    return {pid for pid in pids if os.getsid(pid) == os.getsid(0)}
 
 
 def _end_leftovers(spared: set[int]) -> None:
@@ -109,6 +114,16 @@ def _reap(control: socket.socket, living: set[int], ours: set[int]) -> None:
     _end_leftovers(living | ours)
 
 
+def _import(modules: list[str]) -> None:
+    """Import once what each fork would import anew. One that does not import is told by the call that needs it."""
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except Exception as error:
+            sys.stderr.write(f"the child server can't import {module}: {type(error).__name__}: {error}\n")
+    gc.freeze()  # a collection in a fork would copy all that it shares with us
+
+
 def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     die_with_parent()
@@ -120,14 +135,12 @@ def main() -> None:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
     importlib.import_module("workers.child_call")
-    for module in sys.argv[2:]:
-        importlib.import_module(module)
+    _import(sys.argv[2:])
     # From here on the end of the worker is the end of `control`; killed ourselves, we could not kill the calls' groups.
     die_with_parent(0)
     _adopt()
-    gc.freeze()  # a collection in a fork would copy all that it shares with us
     living: set[int] = set()
-    ours = _children()  # what the modules started while they were imported
+    ours = _in_our_session(_children())  # what the modules started while they were imported
     while True:
         readable, _, _ = select.select([control, woken], [], [])
         if woken in readable:
@@ -136,7 +149,7 @@ def main() -> None:
         if control not in readable:
             continue
         try:
-            message, fds, _, _ = socket.recv_fds(control, 64, 2)
+            message, fds, _, _ = socket.recv_fds(control, 4096, 2)
         except ConnectionError:
             message, fds = b"", []
         if not message:
@@ -146,6 +159,10 @@ def main() -> None:
                 _end_leftovers(ours)
                 select.select([], [], [], 0.001)
             return
+        if message[:1] == b"P":
+            _import(message[1:].decode().split())
+            ours |= _in_our_session(_children())
+            continue
         if message[:1] == b"K":
             pid = int(message[1:])
             if pid in living:

@@ -18,7 +18,7 @@ from pipeline import wire
 from pipeline.config import Config
 from pipeline.envelope import Payload, from_map
 from pipeline.errors import GraderError, HandlerError, SandboxGone, Stale, WorkerLost, by_kind
-from pipeline.interfaces import Reward
+from pipeline.interfaces import AgentHandler, Reward
 from pipeline.log import AttemptLog
 from workers.child_call import done_from_map, frame, job_to_map, reward_from_map
 from workers.stages import Done, Job, artifacts_of
@@ -53,6 +53,8 @@ class Children:
         self._worker = worker
         self._path = handlers_path
         self._preload = preload
+        self._imported: set[str] = set()
+        """What the child server has imported: each module with the first call that needs it."""
         self._control: socket.socket | None = None
         self._server: subprocess.Popen[bytes] | None = None
         self._ends: dict[int, asyncio.Future[int]] = {}
@@ -101,11 +103,14 @@ class Children:
 
     async def _call(self, request: dict[str, Any], log: AttemptLog) -> dict[str, Any]:
         control = await self._running()
+        await self._import(
+            control, handlers.load(request.get("handler") or request["job"]["task"]["handler"], self._path)
+        )
         ours, theirs = socket.socketpair()
         log_read, log_write = os.pipe()
         said = os.fdopen(log_read, "rb", 0)
         try:
-            await _start(control, [theirs.fileno(), log_write])
+            await _send(control, b"S", [theirs.fileno(), log_write])
         finally:
             theirs.close()
             os.close(log_write)
@@ -137,6 +142,14 @@ class Children:
             raise error_of or HandlerError(str(reply["error"]))
         return dict(reply)
 
+    async def _import(self, control: socket.socket, handler: AgentHandler) -> None:
+        """Have the server import what the handler's calls need, so that each fork has it; a worker of few families
+        stays small."""
+        new = set(handler.preload) - self._imported
+        if new:
+            self._imported |= new
+            await _send(control, b"P" + " ".join(sorted(new)).encode(), [])
+
     def _kill(self, pid: int) -> None:
         """Ask the server to kill a call that has not ended; it alone knows that the pid is still that call's."""
         ended = self._ends.pop(pid, None)
@@ -153,6 +166,7 @@ class Children:
             if self._control is not None and self._server is not None and self._server.poll() is None:
                 return self._control
             self.close()
+            self._imported = set(self._preload)
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             command = [sys.executable, "-P", "-m", "workers.child_server", str(theirs.fileno()), *self._preload]
             self._server = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=_clean())
@@ -205,11 +219,11 @@ def _clean() -> dict[str, str]:
     return {**kept, "PYTHONHASHSEED": "0"}
 
 
-async def _start(control: socket.socket, fds: list[int]) -> None:
-    """Ask for a fork. The server forks one after the other: of hundreds of calls at once, the last ones wait here."""
+async def _send(control: socket.socket, message: bytes, fds: list[int]) -> None:
+    """Ask for a fork or an import. The server does one at a time: of hundreds of calls at once, the last ones wait."""
     while True:
         try:
-            socket.send_fds(control, [b"S"], fds)
+            socket.send_fds(control, [message], fds)
             return
         except BlockingIOError:
             await asyncio.sleep(0.01)

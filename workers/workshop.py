@@ -70,9 +70,8 @@ def _alone(config: Config, policy: Any) -> Config:
 
 
 def _preload(config: Config, path: str) -> tuple[str, ...]:
-    """Modules that the known handlers' plain methods need."""
-    names = [*handlers.BUILT_IN, *config.handlers.load]
-    found = {module for name in names for module in handlers.load(name, path).preload}
+    """Modules that the handlers need which are loaded at start; others have theirs imported with their first call."""
+    found = {module for name in config.handlers.load for module in handlers.load(name, path).preload}
     return tuple(sorted(found))
 
 

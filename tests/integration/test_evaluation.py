@@ -95,3 +95,11 @@ async def test_the_stages_own_limit_counts_as_well(line: Any) -> None:
         (rollout,) = await all_of(client, [task("Stuck", limits={"eval": 0.3})])
         assert (rollout.outcome, rollout.failure.kind, rollout.reward) == ("failed", "limit", None)
         assert len([item for item in rollout.attempts if item["stage"] == "eval"]) == 2
+
+
+async def test_modules_are_imported_before_the_first_call_that_needs_them(line: Any) -> None:
+    """One that is not installed spoils nothing: the call that uses it would say so."""
+    client, config = line
+    async with serving(config):
+        (rollout,) = await all_of(client, [Task(handler="preload_handlers:Preloads")])
+        assert rollout.evidence == {"there": ["colorsys"]}, rollout
