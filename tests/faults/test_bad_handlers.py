@@ -107,6 +107,7 @@ async def test_a_killed_worker_s_rollout_starts_again_elsewhere_within_a_lease(w
         await us.check_empty()
 
 
+@pytest.mark.ci
 async def test_a_long_job_that_never_yields_runs_once(workers: Workers, tmp_path: Path) -> None:
     """7 s of work that holds the event loop, under leases of 2 s; a second worker stands idle."""
     log = tmp_path / "starts"

@@ -106,6 +106,7 @@ async def storm(driver: str, place: Path, cycles: int, seed: int) -> None:
     assert "AssertionError" not in log.with_suffix(".err").read_text() + sibling_log.with_suffix(".err").read_text()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("driver", ["local", "bubblewrap", "apptainer"])
 async def test_killed_hosts_leave_nothing(driver: str, place: Path) -> None:
     await storm(driver, place, 24, seed=os.getpid())

@@ -111,6 +111,7 @@ OTHER_NODE = ["unshare", "--uts", "--map-root-user", "sh", "-c", 'hostname node-
 """A process with a host name of its own takes this machine for another one: it uses TCP, and not the host's socket."""
 
 
+@pytest.mark.ci
 async def test_on_other_nodes_the_result_is_the_same(
     config: Config, policy: scripted.Running, tmp_path: Path, root: Path
 ) -> None:

@@ -69,6 +69,7 @@ class Reaper:
             self.workers.kill(self.random.choice(self.workers.living()))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("rollouts", "kills"),
     [

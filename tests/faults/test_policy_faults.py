@@ -52,6 +52,7 @@ async def in_flight(policy: VllmPolicy, count: int, **about: Any) -> list[asynci
     return calls
 
 
+@pytest.mark.ci
 async def test_a_server_that_is_killed_with_calls_in_flight_costs_no_rollout(
     redis_service: RedisService, tokens: Tokenizer, tmp_path: Path
 ) -> None:
@@ -198,6 +199,7 @@ async def test_a_slow_reply_is_waited_for_and_asked_for_once(tokens: Tokenizer) 
         assert calls_of(a) + calls_of(b) == 2 and policy.pool.fleet.counts["ejections hang"] == 0
 
 
+@pytest.mark.ci
 async def test_a_dead_worker_takes_its_share_of_the_load_with_it(
     queue: Queue, workers: Workers, tokens: Tokenizer
 ) -> None:

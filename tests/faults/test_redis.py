@@ -75,6 +75,7 @@ async def test_killed_with_aof_nothing_is_lost_or_doubled(own_workers: Workers, 
         await us.check_empty()
 
 
+@pytest.mark.ci
 async def test_frozen_for_a_moment_nothing_runs_twice(own_workers: Workers, server: Killable, tmp_path: Path) -> None:
     """1.5 s are most of a lease of 2 s, and longer than a client waits for a reply."""
     log = tmp_path / "starts"
@@ -117,6 +118,7 @@ async def test_away_for_three_leases_nothing_runs_twice(
         await us.check_empty()
 
 
+@pytest.mark.ci
 async def test_full_with_50_finished_rollouts_in_hand(own_workers: Workers, server: Killable, tmp_path: Path) -> None:
     """They wait for longer than a lease, and longer than their limit; all are delivered when there is room again."""
     log = tmp_path / "starts"

@@ -166,6 +166,7 @@ def server(redis_server: RedisService) -> Iterator[Killable]:
 SLOW = (pytest.mark.slow, pytest.mark.timeout(1200))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("driver", "count"),
     [

@@ -91,6 +91,7 @@ async def test_a_handler_that_asks_other_things_starts_over(config: Config, crew
     assert any("can't be replayed" in str(item) for item in rollout.attempts), rollout.attempts
 
 
+@pytest.mark.ci
 async def test_what_a_handler_leaves_behind_is_fenced(config: Config, crew: Workers) -> None:
     crew.line()
     async with RolloutClient(config=config) as client:
@@ -100,6 +101,7 @@ async def test_what_a_handler_leaves_behind_is_fenced(config: Config, crew: Work
     assert "Traceback" not in crew.logs() and "never retrieved" not in crew.logs()
 
 
+@pytest.mark.ci
 async def test_a_host_that_was_frozen_discards_what_went_on_without_it(
     config: Config, crew: Workers, root: Path
 ) -> None:
@@ -123,6 +125,7 @@ async def test_a_host_that_was_frozen_discards_what_went_on_without_it(
         assert await audit(client.queue) == []
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "handler",
     ["TallyFresh", *(pytest.param(name, marks=pytest.mark.slow) for name in ("Tally", "TallySame", "TallyAnew"))],
@@ -161,6 +164,7 @@ async def test_one_that_runs_alone_and_loses_its_host_counts_a_loss(
         assert rollout.losses == 1 and "sandbox" in {item.get("kind") for item in rollout.attempts}
 
 
+@pytest.mark.ci
 async def test_a_host_that_is_told_to_stop_serves_what_it_has(config: Config, crew: Workers, root: Path) -> None:
     host, *_ = [crew.start(stage) for stage in ("init", "run", "eval")]
     async with RolloutClient(config=config) as client:
@@ -184,6 +188,7 @@ async def test_a_host_that_is_told_to_stop_serves_what_it_has(config: Config, cr
     await nothing_left(root)
 
 
+@pytest.mark.ci
 async def test_a_burst_lasts_until_what_came_back_to_init_is_done(config: Config, crew: Workers) -> None:
     async with RolloutClient(config=config) as client:
         await client.enqueue([task("Breaks")] * 3)

@@ -123,6 +123,7 @@ def test_in_and_out(line: Line) -> None:
     assert line.json("depth")["done"]["ready"]["train"] == 0
 
 
+@pytest.mark.ci
 def test_requeue_makes_a_new_rollout(line: Line) -> None:
     line.ok("enqueue", "-", text='{"handler": "mine:Mine", "id": "a", "data": {"wrong": true}}')
     line.work()

@@ -72,6 +72,7 @@ def test_the_whole_line(place: Place) -> None:
     assert list((place.t).iterdir()) == []
 
 
+@pytest.mark.ci
 def test_for_people(place: Place) -> None:
     demo = place.start("demo", "--handler", "math", "--count", "3", "--samples", "2", "--workers", "2")
     out, said = demo.communicate(timeout=100)
@@ -80,6 +81,7 @@ def test_for_people(place: Place) -> None:
     assert "⟦" in out and "<|im_start|>user" in out
 
 
+@pytest.mark.ci
 def test_in_a_folder_with_packages_of_our_names(place: Place) -> None:
     """Every process of the line imports ours: the current folder is on nobody's path before them."""
     for name in ("pipeline", "workers", "handlers"):
@@ -91,6 +93,7 @@ def test_in_a_folder_with_packages_of_our_names(place: Place) -> None:
     assert json.loads(out.splitlines()[-1])["scored"] == 2
 
 
+@pytest.mark.ci
 def test_a_task_file(place: Place) -> None:
     (place.here / "t.jsonl").write_text('{"id": "x", "question": "What is 2+2?", "expected_answer": "4"}\n')
     demo = place.start("demo", "--handler", "math", "--tasks", "t.jsonl", "--samples", "2", "--json")
@@ -139,6 +142,7 @@ def test_an_end_before_time_leaves_nothing(place: Place, number: signal.Signals)
     assert list((place.t).iterdir()) == []
 
 
+@pytest.mark.ci
 def test_a_policy_of_the_users(place: Place) -> None:
     tokenizer.make(place.root / "tokens")
     launched = scripted.launch(place.root, "--tokenizer", str(place.root / "tokens"))
@@ -172,6 +176,7 @@ def sleepers(place: Place) -> Path:
     return file
 
 
+@pytest.mark.ci
 def test_on_a_redis_of_the_users_it_leaves_no_key(place: Place, redis_service: RedisService) -> None:
     words = ["--set", f"redis.url={redis_service.url}", "--set", f"redis.password_file={redis_service.password_file}"]
     demo = place.start(*words, "demo", "--handler", "echo", "--count", "2", "--json")
@@ -181,6 +186,7 @@ def test_on_a_redis_of_the_users_it_leaves_no_key(place: Place, redis_service: R
         assert client.keys("*") == []
 
 
+@pytest.mark.ci
 def test_the_password_is_in_no_argument_and_no_environment(place: Place) -> None:
     demo = place.start("demo", "--handler", "echo", "--tasks", str(sleepers(place)), "--keep")
     until = time.monotonic() + 30

@@ -58,6 +58,7 @@ async def test_the_whole_rollout_s_limit_ends_it_at_once(config: Config, tmp_pat
         assert len(log.read_text().splitlines()) == 1, "no second attempt can help"
 
 
+@pytest.mark.ci
 async def test_work_of_earlier_attempts_counts_to_the_total(config: Config, tmp_path: Path) -> None:
     log = tmp_path / "starts"
     async with RolloutClient(config=config) as client, serving(config):
