@@ -37,6 +37,7 @@ bench: $(STAMP) ## figures of this machine, into benchmarks/results/ (keep the m
 	$(BIN)/python benchmarks/line.py --json benchmarks/results/line.json $(ARGS)
 	$(BIN)/python benchmarks/cancel.py --json benchmarks/results/cancel.json
 	$(BIN)/python benchmarks/policy.py --json benchmarks/results/policy.json
+	$(BIN)/python benchmarks/handlers.py --json benchmarks/results/handlers.json
 
 soak: $(STAMP) ## the full sizes: the long tests, then the benchmarks
 	$(BIN)/pytest tests -m slow --timeout 3600 --ignore tests/vllm $(ARGS)

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # What the tests need from the machine itself: a Redis server (redis-server or valkey-server >= 7 on PATH), and for
-# sandboxes bubblewrap, newuidmap, busybox and Apptainer. Says first what it will do; does nothing where all is there already.
+# sandboxes bubblewrap, newuidmap, busybox and Apptainer; for browser tasks Chromium. Says first what it will do; does
+# nothing where all is there already.
 # Needs no systemd; starts no service. Without Redis it fails; without the rest only where CI=true.
 # Environment: APPTAINER_DEB and others, see install-apptainer.sh.
 set -euo pipefail
@@ -86,6 +87,17 @@ if ! apptainer_ready; then
     fi
 fi
 if apptainer_ready; then say "$(apptainer --version) is here"; fi
+
+# --- Chromium: the headless shell, or the whole browser; Playwright's driver comes with its wheel
+chromium_here() {
+    command -v chromium-headless-shell || command -v chromium
+}
+if ! chromium_here >/dev/null && can_install chromium-headless-shell; then
+    say "will install chromium-headless-shell and fonts-dejavu-core, where there is no such package chromium (apt-get install)"
+    apt_install chromium-headless-shell fonts-dejavu-core >/dev/null 2>&1 || apt_install chromium fonts-dejavu-core >/dev/null ||
+        lack "Chromium could not be installed: the tests of the web family will say so"
+fi
+if chromium_here >/dev/null; then say "Chromium is here ($(chromium_here))"; fi
 
 if [ "$missing" = 1 ]; then
     [ "${CI:-}" != true ] || exit 1

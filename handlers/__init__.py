@@ -24,7 +24,13 @@ from pipeline.interfaces import AgentHandler
 BUILT_IN = {
     "echo": "handlers.echo:Echo",
     "math": "handlers.math:Math",
+    "stem": "handlers.stem:Stem",
     "reason": "handlers.reason:Reason",
+    "code": "handlers.code:Code",
+    "sql": "handlers.sql:Sql",
+    "swe": "handlers.swe:Swe",
+    "web": "handlers.web:Web",
+    "judge": "handlers.judge:Judge",
 }
 """Name -> where it is."""
 
@@ -59,7 +65,10 @@ def check_task(handler: AgentHandler, data: Any) -> Any:
 
 
 def digest(handler: AgentHandler) -> str:
-    """12 hex digits over the source file of the handler's class: the same code has the same digest."""
+    """12 hex digits over the handler's source: the same code has the same digest.
+
+    That is the file of its class; of a package's `__init__.py` all files below; of a built-in one all of `handlers`.
+    """
     return _digest(type(handler))
 
 
@@ -95,7 +104,12 @@ def _digest(cls: type[AgentHandler]) -> str:
 @functools.lru_cache
 def _file_digest(source: str) -> str:
     """Read once: what runs is the code that was imported, whatever the file says later."""
-    return hashlib.sha256(Path(source).read_bytes()).hexdigest()[:12]
+    file, ours = Path(source).resolve(), Path(__file__).resolve().parent
+    folder = ours if file.is_relative_to(ours) else file.parent if file.name == "__init__.py" else None
+    files = [file]
+    if folder is not None:
+        files = sorted(item for item in folder.rglob("*") if item.is_file() and item.suffix != ".pyc")
+    return hashlib.sha256(b"\0".join(item.read_bytes() for item in files)).hexdigest()[:12]
 
 
 @functools.lru_cache

@@ -1,32 +1,40 @@
-"""Competition mathematics: a question with one right answer, compared as mathematics by math-verify, gold first.
+"""Competition mathematics: a question with one right answer, compared as mathematics.
 
-`init` and `eval` are plain methods, so they run in a child process: math-verify stops itself by an alarm signal, which
-only a main thread may set, and its comparison is asymmetric.
+Where the answer stands is found in plain text (`handlers.answers`); it is compared item by item, gold first, by
+math-verify (`handlers.equal`), in a child that is killed at a limit.
 """
 
 from __future__ import annotations
 
+import signal
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, StringConstraints
 
+from handlers import answers, equal
 from handlers.turns import Turns
 from pipeline.errors import GraderError, TaskError
 from pipeline.interfaces import Context, Reward
 
-SECONDS = 5
-"""Longest parse and longest comparison. The stage's own limit stands behind it."""
+SECONDS = 5.0
+"""For one check, by the clock: then its process is killed. Its CPU time ends earlier (`equal.CPU_SECONDS`)."""
 
-TAIL = 20_000
-"""Characters of the answer that are looked at, from its end."""
+GOLD_SECONDS = 1.0
+"""For the right answer alone, after a comparison that was killed. If that takes longer, the machine is too busy to say
+whose fault it was."""
 
 Text = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
 
 
 class Math(Turns):
-    """1.0 for the right answer in the last \\boxed{}, else 0.0."""
+    """1.0 for the right answer in the last \\boxed{} (none: after "the answer is", or in the last line), else 0.0.
 
-    preload: ClassVar[tuple[str, ...]] = ("math_verify",)
+    Equal is what is mathematically equal: 0.75 and 3/4, x < 2 and an interval, a list in any order; a list that repeats
+    an item or has an ellipsis keeps its order. Units, percent and money signs are ignored as math-verify ignores them.
+    Texts and choices ("(B)") are right answers too. Two answers in one are wrong. Evidence: why, read, gold.
+    """
+
+    preload: ClassVar[tuple[str, ...]] = ("math_verify", "handlers.equal")
 
     class Task(BaseModel):
         """`question` in words and LaTeX; `expected_answer` in LaTeX, with or without dollar signs."""
@@ -36,57 +44,81 @@ class Math(Turns):
         question: Text
         expected_answer: Text
 
-    def init(self, ctx: Context) -> None:  # type: ignore[override]
-        gold_of(ctx.task.expected_answer)
+    async def init(self, ctx: Context) -> None:
+        await check(ctx, ctx.task.expected_answer)
 
     def prompt(self, task: Math.Task) -> str:
         return f"{task.question}\n\nReason step by step, and put your final answer within \\boxed{{}}."
 
-    def eval(self, ctx: Context) -> Reward:  # type: ignore[override]
-        return grade(ctx.task.expected_answer, ctx.answer)
+    async def eval(self, ctx: Context) -> Reward:
+        return await grade(ctx, ctx.task.expected_answer, answers.final(ctx.answer))
 
     def gold(self, task: Math.Task) -> str:
-        return task.expected_answer.strip("$")
+        return answers.bare(task.expected_answer)
 
 
-def gold_of(expected: str) -> list[Any]:
-    """The right answer as math-verify reads it. Raises TaskError when it is no mathematics."""
-    whole = expected if "$" in expected or "\\boxed" in expected else f"${expected}$"
-    read = _parse(whole, "expected_answer")
-    if all(isinstance(item, str) for item in read):
-        raise TaskError(f"field 'expected_answer' is {expected!r:.200}: it can't be read as mathematics (write LaTeX)")
-    return read
-
-
-def grade(expected: str, answer: str) -> Reward:
-    """Compare, gold first. What can't be read or compared in the answer is a wrong answer."""
-    from math_verify import verify
-    from math_verify.errors import TimeoutException
-
-    gold = gold_of(expected)
+async def check(ctx: Context, expected: str) -> None:
+    """Raises TaskError for a right answer that can't be read, or that takes long to compare."""
     try:
-        said = _parse(answer[-TAIL:], "answer")
-        right = bool(verify(gold, said, timeout_seconds=SECONDS))
-        why = "compared"
-    except (GraderError, TimeoutException) as error:
-        said, right, why = [], False, str(error) or "the comparison took too long"
-    evidence = {"read": str(said[0])[:500] if said else None, "gold": str(gold[0])[:500], "how": why}
-    return Reward(value=float(right), parts={"correct": float(right)}, evidence=evidence)
+        await ctx.compute(equal.check_gold, expected, timeout=SECONDS)
+    except TimeoutError:
+        raise GraderError(
+            f"reading the right answer {expected!r:.200} took more than {SECONDS:g} s: write it simpler, or this "
+            "machine is overloaded"
+        ) from None
 
 
-def _parse(text: str, what: str) -> list[Any]:
-    from math_verify import parse
-    from math_verify.errors import TimeoutException
+async def grade(ctx: Context, expected: str, said: answers.Said) -> Reward:
+    """1.0 where the two are equal. Raises GraderError where the right answer can't be compared, or nothing can now."""
+    if not said.text:
+        return _reward(expected, {"correct": False, "read": None, "why": said.where})
+    checks = (equal.compare, expected, said.text), (equal.check_gold, expected)
+    found = await ended(ctx, *checks)
+    return _reward(expected, {**found, "why": f"{found['why']} ({said.where})"})
 
+
+async def ended(ctx: Context, check: tuple[Any, ...], gold: tuple[Any, ...]) -> dict[str, Any]:
+    """What `check` finds (correct, read, why), whatever the policy's answer does to it: then it is wrong.
+
+    Both are a function and its arguments; `gold` looks at the right answer alone. Raises GraderError.
+    """
+    for _ in range(2):  # once more: a machine that was busy for a moment must make no wrong answer of a right one
+        try:
+            return dict(await ctx.compute(*check, timeout=SECONDS))
+        except TimeoutError:
+            why = f"comparing it took more than {SECONDS:g} s, twice"
+            await _gold_alone(ctx, gold)
+        except GraderError as error:
+            how = ENDS.get(str(getattr(error, "exit_code", "")))
+            if how is None:
+                raise
+            why = f"comparing it {how}"
+            await _gold_alone(ctx, gold)
+            break
+    return {"correct": False, "read": None, "why": why}
+
+
+ENDS = {
+    str(-signal.SIGXCPU): f"takes more than {equal.CPU_SECONDS:g} s",
+    str(-signal.SIGSEGV): "overflows the grader's stack",
+    str(-signal.SIGABRT): "takes more memory than a comparison may",
+    str(-signal.SIGBUS): "takes more memory than a comparison may",
+}
+"""Ways in which only its own answer can end the grader's process; a SIGKILL comes from elsewhere."""
+
+
+async def _gold_alone(ctx: Context, gold: tuple[Any, ...]) -> None:
+    """Raise GraderError unless the right answer is read well without the policy's."""
     try:
-        return list(parse(text, parsing_timeout=SECONDS, raise_on_error=True))
-    except TimeoutException:
-        raise GraderError(f"reading the {what} took more than {SECONDS} s") from None
-    except ValueError as error:
-        if "main thread" in str(error):
-            raise GraderError(
-                "math-verify runs in a process's main thread only: call it from a plain method"
-            ) from error
-        return []
-    except Exception:  # sympy and its parser raise anything at all on text that is no mathematics
-        return []
+        await ctx.compute(*gold, timeout=GOLD_SECONDS)
+    except (TimeoutError, TaskError):
+        raise GraderError(
+            f"a comparison had to be ended, and the right answer alone ({gold[1]!r:.200}) takes more than "
+            f"{GOLD_SECONDS:g} s: write it simpler, or this machine is too busy"
+        ) from None
+
+
+def _reward(expected: str, found: dict[str, Any]) -> Reward:
+    right, read = float(found["correct"]), found["read"]
+    evidence: dict[str, Any] = {"why": found["why"], "read": read and read[:500], "gold": expected[:500]}
+    return Reward(value=right, parts={"correct": right}, evidence=evidence)

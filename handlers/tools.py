@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar, get_type_hints
 
-from pydantic import BaseModel, ValidationError, create_model
+from pydantic import BaseModel, Field, ValidationError, create_model
 
 from pipeline.interfaces import Context, Sandbox, ToolCall
 
@@ -22,6 +22,9 @@ READ_BYTES = 16_000
 
 JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean"}
 """What a parameter of a tool may be, and its name in JSON Schema."""
+
+
+OWN = "own_"
 
 
 class WrongCall(ValueError):
@@ -55,8 +58,13 @@ def tool(about: str, /, **parameters: str) -> Callable[[Method], Method]:
         required = [item.name for item in fields if item.default is item.empty]
         schema = {item.name: {"type": JSON_TYPES[hints[item.name]], "description": parameters[item.name]}
                   for item in fields}  # fmt: skip
+        # Under names that no attribute of a model has: a parameter may well be called `json` or `schema`.
         wanted: dict[str, Any] = {
-            item.name: (hints[item.name], ... if item.default is item.empty else item.default) for item in fields
+            f"{OWN}{item.name}": (
+                hints[item.name],
+                Field(... if item.default is item.empty else item.default, alias=item.name),
+            )
+            for item in fields
         }
         method.schema = _tool(name, about, required, **schema)  # type: ignore[attr-defined]
         method.wanted = create_model(name, **wanted)  # type: ignore[attr-defined]
@@ -75,7 +83,7 @@ async def answer_own(method: Callable[..., Awaitable[str]], ctx: Context, call: 
     except ValidationError as error:
         return f"Error: nothing was run: {'; '.join(_wrong(call.name, item) for item in error.errors())}."
     try:
-        return await method(ctx, **dict(arguments))
+        return await method(ctx, **{name.removeprefix(OWN): value for name, value in arguments})
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         return f"Error: {why}."

@@ -35,7 +35,7 @@ class Turns(AgentHandler):
 
     def __init_subclass__(cls, **named: Any) -> None:
         super().__init_subclass__(**named)
-        own = [name for name in dir(cls) if hasattr(getattr(cls, name), "schema") and name not in TOOLS]
+        own = [name for name in dir(cls) if hasattr(getattr(cls, name), "wanted") and name not in TOOLS]
         unknown = sorted(set(cls.tools) - TOOLS.keys() - set(own))
         if unknown:
             raise TypeError(f"{cls.__name__}.tools names {unknown[0]!r}; there are: {', '.join([*TOOLS, *own])}")

@@ -25,7 +25,7 @@ SINGLE = {
 }  # fmt: skip
 FAMILIES = {
     "r", "a", "p", "t", "g", "m", "ready", "place", "lease", "delayed", "groups", "own", "died", "credit", "claim",
-    "bell", "dead", "letter", "gone", "started", "backend", "raise",
+    "bell", "dead", "letter", "gone", "started", "backend", "raise", "other",
 }  # fmt: skip
 EXPIRING = {"died", "claim", "letter", "gone", "raise"}
 
@@ -41,7 +41,9 @@ class Found:
     owners: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     expiring: list[str] = field(default_factory=list)
-    backends: set[str] = field(default_factory=set)
+    backends: set[tuple[str, str]] = field(default_factory=set)
+    """(policy, id); "" is the trained one."""
+    policies: set[str] = field(default_factory=set)
 
 
 async def audit(queue: Queue) -> list[str]:
@@ -85,7 +87,14 @@ def _sort(found: Found, name: str) -> None:
         elif kind in ("place", "started"):
             found.lanes.add(rest)
         elif kind == "backend":
-            found.backends.add(rest)
+            found.backends.add(("", rest))
+        elif kind == "other":
+            policy, _, inner = rest.partition(":")
+            found.policies.add(policy)
+            if inner.startswith("backend:"):
+                found.backends.add((policy, inner.removeprefix("backend:")))
+            elif inner not in ("backends", "policy", "loads"):
+                found.wrong.append(f"key {name} is of no kind that this line knows")
         if kind in EXPIRING:
             found.expiring.append(name)
     else:
@@ -232,13 +241,17 @@ async def _counters(queue: Queue, found: Found) -> list[str]:
 
 async def _backends(queue: Queue, found: Found) -> list[str]:
     """A policy server and its place in the list belong together."""
-    listed = queue.key("backends")
-    async for page in _pages(queue, "ZSCAN", listed):
-        found.backends.update(page[::2])
+
+    def key(policy: str, *parts: str) -> str:
+        return queue.key("other", policy, *parts) if policy else queue.key(*parts)
+
+    for policy in ("", *found.policies):
+        async for page in _pages(queue, "ZSCAN", key(policy, "backends")):
+            found.backends.update((policy, id) for id in page[::2])
     ids = sorted(found.backends)
-    looks = [(("ZSCORE", listed, id), ("HGET", queue.key("backend", id), "url")) for id in ids]
+    looks = [(("ZSCORE", key(p, "backends"), id), ("HGET", key(p, "backend", id), "url")) for p, id in ids]
     findings = []
-    for id, (place, url) in zip(ids, await _pairs(queue, looks), strict=True):
+    for (_, id), (place, url) in zip(ids, await _pairs(queue, looks), strict=True):
         if place is not None and not url:
             findings.append(f"policy server {id} is listed but has no URL")
         if place is None and url is not None:

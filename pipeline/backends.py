@@ -6,6 +6,7 @@ A backend's `version` is None while its weights move: a process that dies in bet
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from pipeline.config import Config
+from pipeline.config import TRAINED, Config
 from pipeline.errors import ConfigError, PolicyError
 from pipeline.leases import sendable, text_of
 from pipeline.queue import Queue
@@ -147,8 +148,12 @@ def backend_id(url: str) -> str:
 class Backends:
     """The verbs. Each raises RedisUnavailable when Redis stays away for longer than the queue's patience."""
 
-    def __init__(self, queue: Queue) -> None:
+    def __init__(self, queue: Queue, policy: str = TRAINED) -> None:
+        """`policy`: whose servers these are; but for the trained one, the keys stand under a prefix of its own."""
         self._queue = queue
+        if policy != TRAINED:
+            self._queue = copy.copy(queue)
+            self._queue.prefix = queue.key("other", policy)
 
     @property
     def config(self) -> Config:

@@ -18,6 +18,9 @@ from pipeline import config_sources as sources
 from pipeline.errors import ConfigError
 
 CONFIG_VARIABLE = "ROLLOUT_CONFIG"
+TRAINED = "policy"
+"""The name of the policy that is trained; others have a name of the section `policies`."""
+
 # Variables that begin with ROLLOUT_ and are no setting. Anything else unknown is an error.
 SPECIAL_VARIABLES = frozenset({CONFIG_VARIABLE})
 
@@ -153,6 +156,20 @@ class PolicyConfig(Section):
     vllm: str = "vllm"
 
 
+class OtherPolicyConfig(Section):
+    """A policy of another name, beside the one that is trained: a judge. The rest of its settings are `policy`'s."""
+
+    url: str = ""
+    model: str = ""
+    tokenizer: str = ""
+    renderer: str = "auto"
+    max_tokens: AtLeastOne = 1024
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    top_p: Share = 1.0
+    context: AtLeastOne = 32_768
+    request_timeout: Period = 3600.0
+
+
 class SandboxConfig(Section):
     """Where the agent's commands run."""
 
@@ -182,6 +199,18 @@ class ImagesConfig(Section):
     prefetch: list[str] = Field(default_factory=list)
 
 
+class DatasetConfig(Section):
+    """Rows of one dataset as tasks (docs/datasets.md). Paths: a column, with dots for steps into it; {braces}: text."""
+
+    handler: str = ""
+    id: str = ""
+    fields: dict[str, str] = Field(default_factory=dict)
+    constants: dict[str, Any] = Field(default_factory=dict)
+    keep: bool = False
+    sampling: dict[str, Any] = Field(default_factory=dict)
+    limits: dict[str, float] = Field(default_factory=dict)
+
+
 class PayloadConfig(Section):
     """How large data lies in Redis."""
 
@@ -202,10 +231,12 @@ class Config(Section):
     workers: WorkersConfig = WorkersConfig()
     handlers: HandlersConfig = HandlersConfig()
     policy: PolicyConfig = PolicyConfig()
+    policies: dict[Name, OtherPolicyConfig] = Field(default_factory=lambda: {"judge": OtherPolicyConfig()})
     sandbox: SandboxConfig = SandboxConfig()
     images: ImagesConfig = ImagesConfig()
     artifacts: ArtifactsConfig = ArtifactsConfig()
     payload: PayloadConfig = PayloadConfig()
+    datasets: dict[Name, DatasetConfig] = Field(default_factory=dict)
 
     _source: Path | None = PrivateAttr(default=None)
 
@@ -222,6 +253,19 @@ class Config(Section):
     def path_of(self, text: str) -> Path:
         """A path from a setting, absolute: `~` is the home, a relative one starts at `folder`."""
         return self.folder / Path(text).expanduser()
+
+    def policy_of(self, name: str) -> PolicyConfig:
+        """The settings of the policy of this name; "policy" is the one that is trained. Raises ConfigError."""
+        if name == TRAINED:
+            return self.policy
+        other = self.policies.get(name)
+        if other is None:
+            known = ", ".join([TRAINED, *self.policies])
+            raise ConfigError(
+                f"no policy is named {name!r} (known: {known}): add it to the section `policies` of config.yaml, then "
+                f"start its server with `rollout serve MODEL --policy {name}`"
+            )
+        return self.policy.model_copy(update={**other.model_dump(), "model": other.model or name})
 
     def changed(self, changes: Mapping[str, Any]) -> Self:
         """A checked copy with other values: `config.changed({"lease.seconds": 2.0})`. Raises ConfigError."""
@@ -292,8 +336,12 @@ def _check_together(config: Config, origin: str) -> None:
         raise ConfigError(
             f"{origin}: retry.backoff_max: {retry.backoff_max} s is less than retry.backoff ({retry.backoff} s)"
         )
-    if config.policy.max_tokens > config.policy.context:
-        raise ConfigError(
-            f"{origin}: policy.max_tokens: {config.policy.max_tokens} does not fit in policy.context "
-            f"({config.policy.context})"
-        )
+    if TRAINED in config.policies:
+        raise ConfigError(f"{origin}: policies.{TRAINED}: this name is the trained policy's: use the section `policy`")
+    windows: dict[str, PolicyConfig | OtherPolicyConfig] = {"policy": config.policy}
+    windows |= {f"policies.{name}": other for name, other in config.policies.items()}
+    for place, policy in windows.items():
+        if policy.max_tokens > policy.context:
+            raise ConfigError(
+                f"{origin}: {place}.max_tokens: {policy.max_tokens} does not fit in {place}.context ({policy.context})"
+            )

@@ -121,8 +121,9 @@ class Merged:
             self._origins[keys] = origin
 
     def _known(self, keys: Keys) -> bool:
-        """A setting, or an item of a setting that is a mapping (line.lanes.train)."""
-        return keys in _settings(self.fields) or keys[:-1] in _mappings(self.fields)
+        """A setting, or an item of a setting that is a mapping (line.lanes.train, policies.judge.url)."""
+        mappings = _mappings(self.fields)
+        return keys in _settings(self.fields) or any(keys[:end] in mappings for end in range(1, len(keys)))
 
     def _scalar(self, keys: Keys, text: str) -> Any:
         """The YAML value of a text; where text is wanted, the text itself ("no" is a fine model name)."""
@@ -194,6 +195,9 @@ def _field(fields: type[BaseModel], keys: Keys) -> Any:
     """The declared type at a path, or None where the models know no such path."""
     here: Any = fields
     for key in keys:
+        if typing.get_origin(here) is dict:  # an entry of a mapping: datasets.mine, policies.judge
+            here = typing.get_args(here)[1]
+            continue
         if not (isinstance(here, type) and issubclass(here, BaseModel)) or key not in here.model_fields:
             return None
         here = here.model_fields[key].annotation

@@ -184,6 +184,7 @@ class Context:
     deadline: float | None = None
     max_turns: int = 100
     _policy: Policy | None = None
+    _policies: Callable[[str], Policy] | None = None
     _compute: Callable[..., Awaitable[Any]] | None = None
     _artifacts: Path | None = None
 
@@ -196,6 +197,16 @@ class Context:
                 "is set"
             )
         return self._policy
+
+    def policy_of(self, name: str) -> Policy:
+        """The policy of another name (a judge): of the section `policies`, or "policy", the one that is trained.
+
+        Its tokens are not in the trajectory unless you add them. Call its `ready` first. Raises ConfigError for a name
+        that is none, PolicyError (tried again) where this call of the handler has no policies.
+        """
+        if self._policies is None:
+            raise PolicyError(f"there is no policy {name!r} here: only `async def` methods have one")
+        return self._policies(name)
 
     async def compute(self, function: Callable[..., Any], *args: Any, timeout: float | None = None) -> Any:
         """Call a plain module-level function in a child process; arguments and result are msgpack types.

@@ -42,6 +42,8 @@ stated.
                              in flight, calls and rate by backend (JSON)
     started:LANE    set      rollouts of groups that INIT has begun, until their ack or an end without a score
     raise:ID        string   who changes this backend's weights now; expires
+    other:NAME:backend:ID, other:NAME:backends, other:NAME:loads, other:NAME:policy   hash, zset   the same four keys
+                             for the servers of another policy (section `policies`: a judge); it has no updates
     tick, blind     strings  last tick; until when no lease expires (server ms)
 
 Promise: at-least-once execution, exactly-once commit per (rollout, stage), bounded attempts, refusal instead of

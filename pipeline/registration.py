@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Self
 
 from pipeline.backends import KINDS, Backend, Backends, backend_id
-from pipeline.config import Config
+from pipeline.config import TRAINED, Config
 from pipeline.connection import connect
 from pipeline.engine import Engine, EngineError
 from pipeline.errors import ConfigError, LineError
@@ -75,7 +75,7 @@ def _tokenizer_in(folder: str) -> str:
 class Registration:
     """One server in the registry, until `close`. `config` must name a Redis; `owner` is who keeps the lease.
 
-    `alive`: asked before each renewal; once it says False the server is struck off.
+    `alive`: asked before each renewal; once it says False the server is struck off. `policy`: whose server it is.
     """
 
     def __init__(
@@ -85,9 +85,10 @@ class Registration:
         owner: str,
         *,
         alive: Callable[[], bool] = lambda: True,
+        policy: str = TRAINED,
     ) -> None:
         self.backend = dataclasses.replace(backend, owner=owner)
-        self._config, self._alive = config, alive
+        self._config, self._alive, self._policy = config, alive, policy
         self._life = config.policy.backend_lease
         self._added: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -127,7 +128,7 @@ class Registration:
     async def _keep(self) -> None:
         self._loop = asyncio.get_running_loop()
         async with connect(self._config, name=f"registration-{self.id}") as client:
-            backends = Backends(Queue(client, self._config, patience=self._life))
+            backends = Backends(Queue(client, self._config, patience=self._life), self._policy)
             if not await backends.renew(self.id, self.backend.owner, self._life):
                 await backends.add(self.backend, self._life)
             self._added.set_result(None)
@@ -171,8 +172,9 @@ async def register(
     tokenizer: str = "",
     version: int | None = None,
     alive: Callable[[], bool] = lambda: True,
+    policy: str = TRAINED,
 ) -> Registration:
     """Look at the server, add it, and keep it until `close`. Raises EngineError, ConfigError, RedisUnavailable."""
     async with Engine(url, timeout=config.policy.probe_timeout) as engine:
         backend = await looked_at(engine, id=id, kind=kind, model=model, tokenizer=tokenizer, version=version)
-    return await Registration(config, backend, owner, alive=alive).open()
+    return await Registration(config, backend, owner, alive=alive, policy=policy).open()

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pipeline import wire
+from pipeline.config import TRAINED
 from pipeline.envelope import Envelope, Payload, decode, decode_compressed
 from pipeline.errors import EnvelopeError
 from pipeline.leases import Popped
@@ -31,10 +32,11 @@ class Failed:
 class Rollout:
     """One finished rollout. `reward` is None unless `outcome` is "scored": a failure is never a reward.
 
-    `parts`: named parts of the reward. `truncated`: "context", "turns", "length" or None. `state`: the handler's own
-    map. `seconds`: enqueued to ended. `worked`: seconds of work over all attempts. `losses`: times it was given out
-    again without its own fault. `staleness`: updates of the weights between its oldest sampled token and its pop; None
-    where nothing was sampled, or no trainer has named a version. `stale`: that is more than max_staleness.
+    `policy`: which one played. `parts`: named parts of the reward. `truncated`: "context", "turns", "length" or None.
+    `state`: the handler's own map. `seconds`: enqueued to ended. `worked`: seconds of work over all attempts. `losses`:
+    times it was given out again without its own fault. `staleness`: updates of the weights between its oldest sampled
+    token and its pop; None where nothing was sampled, or no trainer has named a version. `stale`: that is more than
+    max_staleness.
     """
 
     id: str
@@ -51,6 +53,7 @@ class Rollout:
     trajectory: Trajectory | None = field(default=None, repr=False)
     state: dict[str, Any] = field(default_factory=dict, repr=False)
     handler: str = ""
+    policy: str = TRAINED
     retry_of: str | None = None
     losses: int = 0
     attempts: list[dict[str, Any]] = field(default_factory=list, repr=False)
@@ -151,5 +154,5 @@ def read(popped: Popped, fields: dict[str, bytes], attempts: list[dict[str, Any]
         outcome=outcome, reward=result.get("reward"), parts=result.get("parts", {}),
         evidence=result.get("evidence", {}),
         truncated=content.truncated, failure=failure, trajectory=content.trajectory, state=content.state,
-        handler=envelope.handler, retry_of=envelope.retry_of, **about,
+        handler=envelope.handler, policy=envelope.policy, retry_of=envelope.retry_of, **about,
     )  # fmt: skip

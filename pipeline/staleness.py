@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from pipeline.config import TRAINED
 from pipeline.queue import Queue
 from pipeline.results import Rollout
 
@@ -39,6 +40,9 @@ def _judged(rollout: Rollout, ages: Ages) -> Rollout:
 
 
 def _versions(rollout: Rollout) -> set[int]:
+    """Of the trained policy's weights; those of another policy are not what the trainer updates."""
+    if rollout.policy != TRAINED:
+        return set()
     sequences = rollout.trajectory.sequences if rollout.trajectory else ()
     return {run.version for sequence in sequences for run in sequence.versions}
 

@@ -26,6 +26,7 @@ MEND = {
     "bwrap": "say `make system`, or install bubblewrap",
     "apptainer": "say `make system`, or install Apptainer >= 1.2",
     "nsenter": "install util-linux",
+    "chromium-headless-shell": "say `make system`, or install Debian's chromium-headless-shell",
     "busybox": "say `make system`, or install busybox-static",
 }
 

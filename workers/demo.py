@@ -31,6 +31,7 @@ from pipeline.envelope import WORKING, Task
 from pipeline.errors import Incomplete, LineError
 from pipeline.inspect import counts
 from pipeline.results import Group
+from pipeline.task_lines import parse
 from workers import interrupt
 from workers.policy import scripted, tokenizer
 from workers.view import Progress
@@ -96,7 +97,15 @@ def example_tasks(handler: str, count: int) -> list[Task]:
             )
             for at in range(count)
         ]
-    return []
+    return _beside(handler)[:count]
+
+
+def _beside(handler: str) -> list[Task]:
+    """A built-in family's own examples: `tasks.jsonl` in its package, else its lines of the one in `handlers`."""
+    home = Path(handlers.__file__).parent
+    files = [file for file in (home / handler / "tasks.jsonl", home / "tasks.jsonl") if file.is_file()]
+    found = (parse(line, None) for file in files for line in file.read_text().splitlines())
+    return [task for task in found if task.handler == handler]
 
 
 @contextmanager

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from pipeline import inspect, letters, wire
+from pipeline.config import Config
 from pipeline.envelope import Payload, Task, decode_compressed
 from pipeline.errors import EnvelopeError, TaskError
 from pipeline.queue import Queue
 from pipeline.trajectory import Trajectory
+from workers.stages import artifacts_of
+
+MOST_FILES = 100
+
+HAD_RUN = "what had run: "
+"""Begins the line in the log of an evaluation that was out of time."""
 
 FIELDS = (
     "group", "lane", "stage", "state", "owner", "losses", "deaths", "alone", "worked", "cancel", "restart", "outcome",
@@ -20,12 +30,29 @@ FIELDS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Dossier:
-    """`about`: JSON types (where, why, reward, ...). `trajectory` is None before RUN has ended, and after the ack."""
+    """`about`: JSON types (where, why, reward, ...). `trajectory` is None before RUN has ended, and after the ack.
+
+    `artifacts`: the rollout's files that are kept and can be seen from this machine.
+    """
 
     about: dict[str, Any]
     attempts: list[dict[str, Any]]
     trajectory: Trajectory | None = None
     state: dict[str, Any] = field(default_factory=dict)
+    artifacts: list[Path] = field(default_factory=list)
+
+    @property
+    def evidence(self) -> dict[str, Any]:
+        """That of the reward; of an evaluation that was out of time what had run, as its log tells it."""
+        told = had_run(self.about.get("log", ""))
+        told.pop("why", None)  # which the failure says itself
+        return self.about.get("evidence") or told
+
+    @property
+    def log(self) -> str:
+        """The end of a failure's log, without what `evidence` has of it."""
+        lines = str(self.about.get("log", "")).splitlines()
+        return "\n".join(line for line in lines if not (line.startswith(HAD_RUN) and had_run(line)))
 
 
 async def gather(queue: Queue, id: str) -> Dossier:
@@ -65,10 +92,30 @@ async def _of(
         about["requeued"] = fields["requeued"].decode()
     about |= _result(fields)
     payload = await _payload(queue, id, fields)
+    kept = await asyncio.to_thread(artifacts, queue.config, id)
     if payload is None:
-        return Dossier(about=about, attempts=attempts)
+        return Dossier(about=about, attempts=attempts, artifacts=kept)
     about["truncated"] = payload.truncated
-    return Dossier(about=about, attempts=attempts, trajectory=payload.trajectory, state=payload.state)
+    return Dossier(about=about, attempts=attempts, trajectory=payload.trajectory, state=payload.state, artifacts=kept)
+
+
+def artifacts(config: Config, id: str) -> list[Path]:
+    """The first files in a rollout's folder of artifacts; links are left out: they may lead anywhere."""
+    folder = artifacts_of(config, id)
+    if folder is None or not folder.is_dir():
+        return []
+    found = (path for path in sorted(folder.rglob("*")) if path.is_file() and not path.is_symlink())
+    return [path for path in islice(found, MOST_FILES) if not path.name.startswith(".")]
+
+
+def had_run(log: str) -> dict[str, Any]:
+    """The evidence that an evaluation left in its log when it was out of time for good; {} where there is none."""
+    line = log.rpartition(HAD_RUN)[2].partition("\n")[0] if HAD_RUN in log else ""
+    try:
+        found = json.loads(line) if line else {}
+    except ValueError:  # the log is cut, and so is this line
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _about(id: str, fields: dict[str, bytes]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pipeline.backends import SEEN_SECONDS, Backend, Backends, backend_id
-from pipeline.config import Config
+from pipeline.config import TRAINED, Config
 from pipeline.engine import Engine, EngineError
 from pipeline.errors import ConfigError, LineError, PolicyError
 from pipeline.registration import Registration, looked_at
@@ -39,7 +39,7 @@ class Options:
     """What to serve, and where. `host`: address to listen on, "" for the one that reaches Redis; `port` 0: a free one.
 
     `advertise`: the URL by which workers reach it, "" for host and port. `version`: of the weights in `model`, where it
-    is not 0. `arguments`: vLLM's own, after ours.
+    is not 0. `policy`: whose server it is. `arguments`: vLLM's own, after ours.
     """
 
     model: str
@@ -49,6 +49,7 @@ class Options:
     port: int = 0
     advertise: str = ""
     version: int | None = None
+    policy: str = TRAINED
     arguments: Sequence[str] = ()
 
 
@@ -92,7 +93,9 @@ class Serving:
         if backend is None:
             return self._over(process)
         owner = f"serve-{socket.gethostname()}-{os.getpid()}"
-        registration = Registration(self._config, backend, owner, alive=lambda: process.code is None)
+        registration = Registration(
+            self._config, backend, owner, alive=lambda: process.code is None, policy=self._options.policy
+        )
         await registration.open()
         try:
             beginning = asyncio.create_task(self._begin(process, backend, engine))
@@ -239,5 +242,5 @@ def _command(config: Config, options: Options, listen: str, port: str) -> list[s
             f"{options.program} is no program here: give vLLM's own by --vllm or policy.vllm (it may lie in another "
             "virtual environment: /path/to/bin/vllm)"
         )
-    named = ("--served-model-name", config.policy.model, "--host", listen, "--port", port)
+    named = ("--served-model-name", config.policy_of(options.policy).model, "--host", listen, "--port", port)
     return [program, "serve", options.model, *named, *FLAGS, *options.arguments]

@@ -17,7 +17,7 @@ from typing import Any
 
 import handlers
 from pipeline.builder import TrajectoryBuilder
-from pipeline.config import Config
+from pipeline.config import TRAINED, Config
 from pipeline.envelope import Envelope, Payload, Stage, Task
 from pipeline.errors import (
     ContextFull,
@@ -27,6 +27,7 @@ from pipeline.errors import (
     HandlerError,
     LineError,
     NeedsPlace,
+    PolicyError,
     Retryable,
     Stale,
 )
@@ -76,6 +77,8 @@ class Workshop:
     open_stock: Callable[[], Awaitable[Stock]] | None = None
     host: Any = None
     policy: Any = None
+    open_policy: Callable[[str], Any] | None = None
+    policies: dict[str, Any] = field(default_factory=dict)
     children: Caller | None = None
     _handlers: dict[str, AgentHandler] = field(default_factory=dict)
     _digests: dict[str, str] = field(default_factory=dict)
@@ -97,10 +100,26 @@ class Workshop:
         return self._digests[name]
 
     def policy_for(self, job: Job, clock: WorkingClock) -> Policy | None:
-        """The policy as one attempt sees it: its calls stop that attempt's clock, carry its name and its priority."""
-        if self.policy is None:
+        """The policy that plays, as one attempt sees it; None where this process has none."""
+        if job.task.policy == TRAINED and self.policy is None:
             return None
-        view: Policy = self.policy.bound(clock, f"{job.id}-{job.token}", urgency(job.envelope))
+        return self.policy_named(job, clock, job.task.policy)
+
+    def policy_named(self, job: Job, clock: WorkingClock, name: str) -> Policy:
+        """Any policy as one attempt sees it: its calls stop that attempt's clock, carry its name and its priority.
+
+        It is opened when the first attempt asks for it. Raises ConfigError for a name that is none, PolicyError.
+        """
+        if name == TRAINED:
+            chosen = self.policy
+        else:
+            if name not in self.policies and self.open_policy is not None:
+                self.policies[name] = self.open_policy(name)
+            chosen = self.policies.get(name)
+        if chosen is None:
+            place = "policy.url" if name == TRAINED else f"policies.{name}.url"
+            raise PolicyError(f"this process reaches no policy {name!r}: it has no Redis, so set {place}")
+        view: Policy = chosen.bound(clock, f"{job.id}-{job.token}", urgency(job.envelope))
         return view
 
     async def need_stock(self) -> Stock:
@@ -184,7 +203,9 @@ def _timed_out(job: Job, error: EvaluationTimeout, shop: Workshop, log: AttemptL
     A reward of 0 teaches the policy not to hang or slow down the tests; where the tests themselves may be what hangs,
     it would teach nothing true: so only tasks whose right answer is known to pass here, in time, are scored so.
     """
-    log.keep(f"{error}\nwhat had run: {json.dumps(error.evidence, default=str, ensure_ascii=False)}\n")
+    told = dict(error.evidence)
+    said = told.pop("log", "")  # before the rest: of a long log the head may go
+    log.keep(f"{said}\n{error}\nwhat had run: {json.dumps(told, default=str, ensure_ascii=False)}\n")
     if job.attempt < EVALUATIONS or shop.config.limits.eval_timeout != "zero" or not is_validated(job, shop):
         raise error
     return Reward(value=0.0, parts={"timeout": 1.0}, evidence={"why": str(error), **error.evidence})
@@ -244,6 +265,7 @@ async def _call(
         return await shop.children.method(job, method, log)
     ctx = context(job, handler, log, shop.config.policy.max_turns, artifacts_of(shop.config, job.id))
     ctx.sandbox, ctx._policy = sandbox, shop.policy_for(job, clock)
+    ctx._policies = partial(shop.policy_named, job, clock)
     if shop.children is not None:
         ctx._compute = partial(shop.children.function, job, log)
     if method == "run" and handler.resumable and ctx._policy is not None and isinstance(sandbox, Journaled):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import tempfile
+import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,13 +18,13 @@ from rich.text import Text
 
 from pipeline.config import Config
 from pipeline.envelope import NEXT, Envelope, Payload, Stage, Task
-from pipeline.errors import HandlerError, LineError
+from pipeline.errors import HandlerError, LimitExceeded, LineError
 from pipeline.interfaces import Completion, Reward
 from pipeline.log import AttemptLog
 from workers import view
 from workers.clock import WorkingClock
 from workers.policy import scripted, tokenizer
-from workers.stages import Job, Workshop, process
+from workers.stages import Done, Job, Workshop, process
 from workers.workshop import close, handlers_path, open_workshop
 
 HOME = Path(__file__).resolve().parents[1]
@@ -35,13 +36,17 @@ WAIT_SECONDS = 15.0
 
 @dataclass(kw_only=True)
 class Trial:
-    """What came of it. `reward` is None when it failed; `seconds` by stage. `spoke`: the policy was called."""
+    """What came of it. `reward` is None when it failed; `seconds` by stage. `spoke`: the policy was called.
+
+    `log`: the end of what the last stage logged.
+    """
 
     reward: Reward | None = None
     payload: Payload = field(default_factory=Payload)
     seconds: dict[str, float] = field(default_factory=dict)
     failed: LineError | None = None
     spoke: bool = False
+    log: str = ""
 
     @property
     def error(self) -> BaseException | None:
@@ -106,7 +111,7 @@ async def play(config: Config, task: Task, options: scripted.Options | None, *, 
         shop = await open_workshop(config, handlers_path(config), children=False, alone=True)
         if loud and shop.policy is not None:
             shop.policy = Loud(shop.policy)
-        trial = await _stages(config, task, shop)
+        trial = await stages(shop, task)
         trial.spoke = isinstance(shop.policy, Loud) and bool(shop.policy.said)
         return trial
     finally:
@@ -116,29 +121,60 @@ async def play(config: Config, task: Task, options: scripted.Options | None, *, 
             await server.stop()
 
 
-async def _stages(config: Config, task: Task, shop: Workshop) -> Trial:
+async def stages(shop: Workshop, task: Task, *, sample: str = "0", token: str = "try", attempt: int = 1) -> Trial:
+    """One rollout, GROUP.`sample`, through INIT, RUN and EVAL in this process. A failure is in the result.
+
+    It waits for a place for its sandbox, and leaves none behind. `token` must be its own among those that run at once;
+    `attempt` is what its stages are told.
+    """
     group = task.id or "try"
     job = Job(
-        stage=Stage.INIT, id=f"{group}.0", token="try", attempt=1, task=task, payload=Payload(),
-        envelope=Envelope(id=f"{group}.0", group=group, handler=task.handler), place=True,
+        stage=Stage.INIT, id=f"{group}.{sample}", token=token, attempt=attempt, task=task, payload=Payload(),
+        envelope=Envelope(id=f"{group}.{sample}", group=group, handler=task.handler), place=True,
     )  # fmt: skip
     trial = Trial()
-    loop = asyncio.get_running_loop()
     try:
+        if shop.handler(task.handler).acts:
+            await (await shop.need_stock()).wait_for_place(token, job.envelope.lane)
         while job.stage is not Stage.DONE:
             log = AttemptLog(logging.getLogger("try"), rollout=job.id, stage=job.stage.value)
-            began, limit = loop.time(), getattr(config.limits, job.stage.value)
-            done = await asyncio.wait_for(process(job, shop, log, WorkingClock(limit)), limit)
+            clock, began = WorkingClock(_limit(shop.config, job)), time.monotonic()
+            try:
+                done = await _within(clock, process(job, shop, log, clock), job.stage)
+            finally:
+                trial.seconds[job.stage.value] = round(time.monotonic() - began, 4)
+                trial.log = log.tail
             if job.envelope.sandbox is not None and done.envelope.sandbox is None and shop.stock is not None:
                 await shop.stock.discard(job.envelope.sandbox["name"])  # as a host does; EVAL may want its place
-            trial.seconds[job.stage.value] = round(loop.time() - began, 4)
             job = replace(job, stage=NEXT[job.stage], envelope=done.envelope, payload=done.payload or job.payload)
             trial.payload, trial.reward = job.payload, done.reward
-    except TimeoutError:
-        trial.failed = LineError(f"{job.stage} took longer than limits.{job.stage} = {limit:g} s")
     except LineError as error:
         trial.failed = error
+    finally:
+        if shop.stock is not None:
+            shop.stock.release(token)
+            await shop.stock.discard(f"{job.id}-{token}")
     return trial
+
+
+def _limit(config: Config, job: Job) -> float:
+    return float(job.task.limits.get(job.stage.value, getattr(config.limits, job.stage.value)))
+
+
+async def _within(clock: WorkingClock, work: Coroutine[Any, Any, Done], stage: Stage) -> Done:
+    """The work's result. Raises LimitExceeded when the clock is over; what waits for a place stops it."""
+    doing = asyncio.create_task(work)
+    try:
+        while not doing.done():
+            await asyncio.wait({doing}, timeout=max(clock.remaining, 0.001))
+            if not doing.done() and clock.remaining <= 0:
+                raise LimitExceeded(f"{stage} worked for {clock.limit:g} s, its limit (limits.{stage})")
+        return doing.result()
+    finally:
+        doing.cancel()
+        await asyncio.wait({doing})
+        if not doing.cancelled():
+            doing.exception()  # so that nobody complains of one that nobody asked for
 
 
 def users_frames(error: BaseException) -> list[traceback.FrameSummary]:

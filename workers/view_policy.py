@@ -15,9 +15,14 @@ COLUMNS = ("backend", "state", "version", "calls", "tokens", "tokens/s", "wait",
 
 
 async def look(queue: Queue) -> dict[str, Any]:
-    """The policy as it is now, for machines."""
+    """The policy as it is now, for machines; `others`: the servers of policies of another name, where there are any."""
     view = await Backends(queue).view()
-    return described(view, await inspect.begun(queue, view.policy.lane))
+    others = {}
+    for name in queue.config.policies:
+        found = described(await Backends(queue, name).view(), 0)["backends"]
+        if found:
+            others[name] = found
+    return {**described(view, await inspect.begun(queue, view.policy.lane)), "others": others}
 
 
 def described(view: View, begun: int) -> dict[str, Any]:

@@ -11,12 +11,13 @@ from rich.text import Text
 
 from pipeline.backends import Backends
 from pipeline.queue import Queue
-from workers import view
+from workers import view, view_reward
 from workers.dossier import Dossier
+from workers.evidence import clean, scalar
 
 FACTS = (
-    "handler", "group", "lane", "outcome", "reward", "parts", "evidence", "truncated", "kind", "why", "at", "host",
-    "exit", "losses", "worked", "seconds", "retry_of", "requeued", "cancel", "task",
+    "handler", "group", "lane", "outcome", "truncated", "kind", "why", "at", "host", "exit", "losses", "worked",
+    "seconds", "retry_of", "requeued", "cancel", "reward",
 )  # fmt: skip
 
 NAMES = {"worked": "worked", "seconds": "took"}
@@ -39,12 +40,23 @@ def show(found: Dossier, decode: view.Decode | None) -> None:
         value = found.about.get(name)
         if value not in (None, "", {}, [], "0") and (value != 0 or name == "reward"):
             console.print(Text(f"  {NAMES.get(name, name):10} "), Text(_short(_said(name, value))), sep="")
+    evidence = found.evidence
+    if found.about.get("parts") or evidence:
+        console.print(view_reward.text(found.about.get("parts") or {}, evidence), soft_wrap=True)
+    if found.artifacts:
+        console.print("  artifacts", style="bold")
+        for path in found.artifacts:
+            console.print(Text(f"    {path}"), soft_wrap=True)
+    if found.about.get("task"):
+        console.print("\ntask", style="bold")
+        for name, value in view_reward.task_fields(found.about["task"]):
+            console.print(Text(f"  {name:10} {value}"), soft_wrap=True)
     if found.attempts:
         console.print()
         _attempts(found)
-    if found.about.get("log"):
+    if found.log:
         console.print("\nthe end of its log:", style="bold")
-        console.print(Text(found.about["log"].rstrip()))
+        console.print(Text(clean(found.log.rstrip())))
     if found.trajectory is not None:
         console.print(f"\ntrajectory: {view.size_said(found.trajectory)}. {view.LEGEND}", style="bold", markup=False)
         if by := view.weights_said(found.trajectory):
@@ -60,6 +72,8 @@ def show(found: Dossier, decode: view.Decode | None) -> None:
 def _said(name: str, value: Any) -> str:
     if name in NAMES:
         return view.seconds(value)
+    if name == "reward":
+        return scalar(value)
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 

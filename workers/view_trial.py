@@ -8,7 +8,7 @@ from typing import Any
 from rich.text import Text
 
 from pipeline.envelope import Task
-from workers import view
+from workers import view, view_reward
 from workers.policy.scripted_speech import NAME
 from workers.trial import Trial, users_traceback
 
@@ -28,12 +28,15 @@ def show(trial: Trial, task: Task, *, whole: bool, scripted: bool) -> None:
         view.console(err=True).print(
             Text(f"failed, kind {trial.failed.kind}: {trial.failed}", style="bold red"), soft_wrap=True
         )
+        if evidence := getattr(trial.failed, "evidence", {}):
+            console.print(view_reward.text({}, evidence), soft_wrap=True)
         return
     facts = record(trial, task)
     console.print(Text(f"\nreward {facts['reward']:g}", style="bold"))
-    for name in ("parts", "evidence", "truncated"):
-        if facts[name]:
-            console.print(Text(f"  {name:10} {facts[name]}"))
+    if facts["parts"] or facts["evidence"]:
+        console.print(view_reward.text(facts["parts"], facts["evidence"]), soft_wrap=True)
+    if facts["truncated"]:
+        console.print(Text(f"  {'truncated':10} {facts['truncated']}"))
     spent = ", ".join(f"{stage} {view.seconds(value)}" for stage, value in trial.seconds.items())
     console.print(Text(f"  {'tokens':10} {facts['tokens']}, {facts['sampled']} sampled in {facts['turns']} turns"))
     console.print(Text(f"  {'took':10} {spent}"))
@@ -47,7 +50,7 @@ def record(trial: Trial, task: Task) -> dict[str, Any]:
         "outcome": "failed" if trial.failed else "scored",
         "reward": reward.value if reward else None,
         "parts": reward.parts if reward else {},
-        "evidence": reward.evidence if reward else {},
+        "evidence": reward.evidence if reward else getattr(trial.failed, "evidence", {}),
         "truncated": trial.payload.truncated,
         "tokens": len(trajectory) if trajectory else 0,
         "sampled": trajectory.sampled if trajectory else 0,

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import handlers
-from pipeline.config import Config
+from pipeline.config import TRAINED, Config
 from pipeline.queue import Queue
 from workers.children import Children
 from workers.parts import Stock
@@ -47,10 +47,15 @@ async def open_workshop(
         return host.stock
 
     shop.open_stock = open_stock
-    if config.policy.url or queue is not None:
+
+    def policy(name: str) -> Any:
+        if queue is None and not config.policy_of(name).url:
+            return None
         from workers.policy.client import open_policy
 
-        shop.policy = open_policy(config, queue, worker)
+        return open_policy(config, queue, worker, name)
+
+    shop.open_policy, shop.policy = policy, policy(TRAINED)
     if children:
         shop.children = Children(
             config,
@@ -83,5 +88,6 @@ async def close(shop: Workshop) -> None:
         await shop.host.close()
     if shop.hosts is not None:
         await shop.hosts.close()
-    if shop.policy is not None:
-        await shop.policy.close()
+    for policy in (shop.policy, *shop.policies.values()):
+        if policy is not None:
+            await policy.close()

@@ -119,6 +119,24 @@ def test_add_refuses_what_does_not_answer_unless_forced(line: Line, servers: lis
     )
 
 
+def test_servers_of_another_policy_stand_apart(line: Line, servers: list[str]) -> None:
+    line.ok("policy", "add", servers[0], "--id", "mine")
+    assert line.said("policy", "add", servers[1], "--id", "theirs", "--policy", "judge")["id"] == "theirs"
+    found = line.said("policy", "ls")
+    assert [[one["id"] for one in each] for each in (found["backends"], found["others"]["judge"])] == [
+        ["mine"],
+        ["theirs"],
+    ]
+    assert "policy judge\n" in line.ok("policy", "ls")
+    assert "registered as theirs (there are: mine)" in line.wrong("policy", "drain", "theirs")
+    line.ok("policy", "drain", "theirs", "--policy", "judge")
+    assert line.said("policy", "ls")["others"]["judge"][0]["state"] == "drained"
+    line.ok("policy", "rm", "theirs", "--policy", "judge")
+    assert line.said("policy", "ls")["others"] == {}
+    said = line.wrong("policy", "add", servers[1], "--policy", "jury")
+    assert "no policy is named 'jury' (known: policy, judge)" in said and "rollout serve MODEL --policy jury" in said
+
+
 def test_add_with_a_version_tells_the_server(line: Line, servers: list[str]) -> None:
     line.ok("policy", "add", servers[0], "--version", "12")
     assert line.said("policy", "add", servers[0])["version"] == 12  # it says so itself by now

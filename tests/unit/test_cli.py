@@ -209,7 +209,7 @@ def test_try_of_what_the_sandbox_refuses_is_one_sentence(
 def test_try_of_an_unknown_handler_lists_the_known() -> None:
     result = call("try", "ecko")
     assert result.exit_code == 1
-    assert "echo, math, reason" in result.stderr
+    assert "echo, math, stem, reason, code, sql, swe, web, judge" in result.stderr
 
 
 def test_a_demo_of_a_handler_without_tasks_asks_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

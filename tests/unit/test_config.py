@@ -102,7 +102,7 @@ def test_text_stays_text(word: str) -> None:
         ("workers: {run: {concurency: 3}}", r"^config\.yaml: workers\.run\.concurency: unknown key \(valid: slots\)$"),
         (
             "reddis: {}",
-            r"^config\.yaml: reddis: unknown key \(did you mean redis\? valid: artifacts, handlers, .*workers\)$",
+            r"^config\.yaml: reddis: unknown key \(did you mean redis\? valid: artifacts, .*workers\)$",
         ),
         ("lease: {seconds: soon}", r"^config\.yaml: lease\.seconds: 'soon' is wrong, wanted a number$"),
         ("lease: {seconds: '30'}", r"lease\.seconds: '30' is wrong, wanted a number"),

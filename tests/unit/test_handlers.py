@@ -47,7 +47,7 @@ def test_a_users_handler_is_found_in_its_folder(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "kind", "words"),
     [
-        ("ech", "", UnknownHandler, "did you mean echo.*known: echo, math, reason, or module:Class"),
+        ("ech", "", UnknownHandler, "did you mean echo.*known: echo, math, .*, or module:Class"),
         ("nowhere_x:Mine", "", UnknownHandler, "there is no module nowhere_x.*looked for in /"),
         ("mine_b:Other", "class Mine: pass", UnknownHandler, "has no Other"),
         ("mine_c:Mine", "class Mine: pass", HandlerError, "not a subclass of AgentHandler"),
@@ -102,39 +102,6 @@ async def test_echo_carries_tokens_that_name_its_rollout(tokens: int) -> None:
     if tokens:
         named = trajectory.sequences[0].token_ids[: min(tokens, echo.SIGNED)].tolist()
         assert tuple(named) == echo.signature("g.3")[: len(named)] != echo.signature("g.4")[: len(named)]
-
-
-@pytest.mark.parametrize(
-    ("gold", "answer", "score"),
-    [
-        ("$\\frac{6}{8}$", "\\boxed{0.75}", 1.0),
-        ("$x<-2$", "\\boxed{(-\\infty,-2)}", 1.0),
-        ("$7$", "First \\boxed{7}. Actually \\boxed{9}.", 0.0),
-        ("70", "so it is \\boxed{70}", 1.0),
-        ("12\\sqrt{3}", "\\boxed{12}", 0.0),
-        ("(1,2)", "\\boxed{(1,2)}", 1.0),
-        ("70", "", 0.0),
-        ("70", "I don't know", 0.0),
-        ("70", "\\boxed{" * 500, 0.0),
-    ],
-)
-def test_math_compares_gold_first(gold: str, answer: str, score: float) -> None:
-    """H22."""
-    handler = handlers.load("math")
-    reward: Any = handler.eval(context(handler, {"question": "q", "expected_answer": gold}, answer))
-    assert reward.value == score and reward.parts == {"correct": score}
-
-
-def test_a_gold_that_is_no_mathematics_is_the_tasks_fault() -> None:
-    handler: Any = handlers.load("math")
-    with pytest.raises(TaskError, match="can't be read as mathematics"):
-        handler.init(context(handler, {"question": "q", "expected_answer": "$$"}))
-
-
-def test_the_golden_answer_scores_in_math() -> None:
-    handler: Any = handlers.load("math")
-    task = handlers.check_task(handler, {"question": "q", "expected_answer": "$\\frac{4}{9}$"})
-    assert handler.gold(task) == "\\frac{4}{9}" and "\\boxed" in handler.question(task)
 
 
 @pytest.mark.parametrize("family", ["gsm_symbolic", "chain_sum", "ransom_note"])

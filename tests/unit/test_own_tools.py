@@ -31,6 +31,10 @@ class Shop(Turns):
         ctx.state.setdefault("bought", []).extend([name] * count)
         return f"{count} {name}"
 
+    @tool("Tell something.", schema="How.", json="What.", copy="Whether to keep it.")
+    async def tell(self, ctx: Context, schema: str, json: str = "{}", copy: bool = False) -> str:
+        return f"{schema} {json} {copy}"
+
     @tool("Hand in your work.")
     async def submit(self, ctx: Context) -> str:
         return Over("done")
@@ -81,6 +85,11 @@ async def test_a_call_is_checked_and_answered(arguments: dict[str, Any] | None, 
     assert await answer_own(Shop().buy, context(), call) == said
 
 
+async def test_a_parameter_may_have_any_name() -> None:
+    call = ToolCall("1", "tell", {"schema": "so", "copy": True})
+    assert await answer_own(Shop().tell, context(), call) == "so {} True"
+
+
 async def test_other_errors_are_the_handlers_own() -> None:
     with pytest.raises(RuntimeError, match="burnt down"):
         await answer_own(Shop().buy, context(), ToolCall("1", "buy", {"name": "fire"}))
@@ -111,7 +120,7 @@ def test_a_tool_that_does_not_fit_is_told_at_import() -> None:
         async def g(self: Any, ctx: Context, a: list[str]) -> str:
             return a[0]
 
-    with pytest.raises(TypeError, match="tools names 'sell'; there are: bash, .*, buy, submit"):
+    with pytest.raises(TypeError, match="tools names 'sell'; there are: bash, .*, buy, submit, tell"):
 
         class Wrong(Shop):
             tools = ("sell",)

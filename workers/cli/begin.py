@@ -11,6 +11,7 @@ from pathlib import Path
 import click
 
 from pipeline.config import Config
+from pipeline.datasets import Chosen, Reader
 from pipeline.envelope import Task
 from pipeline.errors import ConfigError, TaskError
 from workers import jsonl
@@ -26,7 +27,7 @@ SAY_TASKS = "say --tasks FILE (JSON lines)"
 @click.option(
     "--handler", default="reason", show_default=True, metavar="NAME", help="A built-in name, or module:Class."
 )
-@click.option("--tasks", "file", metavar="FILE", help="Tasks as JSON lines (default: the handler's own).")
+@click.option("--tasks", "file", metavar="FILE", help="Tasks, JSON lines or Parquet (default: the handler's own).")
 @click.option("--count", default=32, show_default=True, type=click.IntRange(min=1), help="Tasks at most.")
 @click.option("--samples", default=4, show_default=True, type=click.IntRange(min=1), help="Rollouts of each task.")
 @click.option(
@@ -104,11 +105,7 @@ def tasks_for(handler: str, file: str | None, config: Config, count: int, mend: 
                 raise TaskError(f"{none}; of no data it says: {error}") from None
             raise TaskError(none)
         return tasks
-    try:
-        with Path(file).open("rb") as lines:
-            return jsonl.read(lines, handler=handler, checker=checker, name=file)[:count]
-    except OSError as error:
-        raise TaskError(f"{file} can't be read: {error.strerror}") from None
+    return list(jsonl.stream(file, Reader(handler=handler, check=checker.check), Chosen(limit=count)))
 
 
 @click.command("try", cls=Command)

@@ -16,7 +16,7 @@ from typing import Any, TypeVar, get_args
 import click
 
 from pipeline.backends import KINDS, SEEN_SECONDS, Backend, Backends, Load, backend_id
-from pipeline.config import Config
+from pipeline.config import TRAINED, Config
 from pipeline.engine import Engine, EngineError
 from pipeline.errors import PolicyError
 from pipeline.queue import Queue
@@ -37,14 +37,20 @@ def policy() -> None:
     """Policy servers of the line: add, rm, ls, drain; pause and resume them all; a scripted one."""
 
 
-def _with(ctx: click.Context, work: Callable[[Queue, Backends], Awaitable[T]]) -> T:
+def _with(ctx: click.Context, work: Callable[[Queue, Backends], Awaitable[T]], policy: str = TRAINED) -> T:
     settings(ctx).logs()
 
     async def main(config: Config) -> T:
+        config.policy_of(policy)  # a name that is none is said
         async with line(config) as queue:
-            return await work(queue, Backends(queue))
+            return await work(queue, Backends(queue, policy))
 
     return interrupt.run(main(settings(ctx).config()))
+
+
+whose = click.option(
+    "--policy", default=TRAINED, show_default=True, metavar="NAME", help="Whose server it is (see `policies`)."
+)
 
 
 async def _known(backends: Backends, id: str) -> Backend:
@@ -74,9 +80,10 @@ async def _until_idle(backends: Backends, id: str) -> None:
 @click.option("--tokenizer", default="", metavar="FOLDER", help="Of its model (default: the model's, if on this disk).")
 @click.option("--version", type=click.IntRange(min=0), help="Which weights it has (default: what it says).")
 @click.option("--force", is_flag=True, help="Though it does not answer now.")
+@whose
 @json_option
 @click.pass_context
-def add(ctx: click.Context, /, url: str, force: bool, as_json: bool, **about: Any) -> None:
+def add(ctx: click.Context, /, url: str, force: bool, policy: str, as_json: bool, **about: Any) -> None:
     """Register the server at URL, until `rm`. It is asked first: for its model, its weights, and for one token."""
     config = settings(ctx).config()
     if about["tokenizer"]:
@@ -94,7 +101,7 @@ def add(ctx: click.Context, /, url: str, force: bool, as_json: bool, **about: An
         await backends.add(backend)
         return backend
 
-    backend = _with(ctx, work)
+    backend = _with(ctx, work, policy)
     if as_json:
         say(view_policy.registered(backend))
     else:
@@ -103,9 +110,10 @@ def add(ctx: click.Context, /, url: str, force: bool, as_json: bool, **about: An
 
 @policy.command(cls=Command)
 @click.argument("id")
+@whose
 @json_option
 @click.pass_context
-def rm(ctx: click.Context, id: str, as_json: bool) -> None:
+def rm(ctx: click.Context, id: str, policy: str, as_json: bool) -> None:
     """Strike server ID off: it gets no new calls. Those in flight go on (`drain --wait` first lets them end)."""
 
     async def work(_: Queue, backends: Backends) -> str:
@@ -117,7 +125,7 @@ def rm(ctx: click.Context, id: str, as_json: bool) -> None:
         await backends.remove(backend.id)
         return backend.id
 
-    removed = _with(ctx, work)
+    removed = _with(ctx, work, policy)
     if as_json:
         say({"removed": removed})
     else:
@@ -128,7 +136,10 @@ def rm(ctx: click.Context, id: str, as_json: bool) -> None:
 @json_option
 @click.pass_context
 def ls(ctx: click.Context, as_json: bool) -> None:
-    """The policy's version, and each server: its state and why, its work in flight, how fast it is, its lease."""
+    """The policy's version, and each server: its state and why, its work in flight, how fast it is, its lease.
+
+    Then the servers of other policies (a judge's).
+    """
     found = _with(ctx, lambda queue, _: view_policy.look(queue))
     if as_json:
         say(found)
@@ -136,15 +147,19 @@ def ls(ctx: click.Context, as_json: bool) -> None:
     click.echo(view_policy.headline(found))
     rows = [view_policy.row(backend) for backend in found["backends"]]
     table(view_policy.COLUMNS, rows, none="no policy server is registered: `rollout policy add URL`, `rollout serve`")
+    for name, backends in found["others"].items():
+        click.echo(f"policy {name}")
+        table(view_policy.COLUMNS, [view_policy.row(backend) for backend in backends])
 
 
 @policy.command(cls=Command)
 @click.argument("id")
 @click.option("--off", is_flag=True, help="Take it into use again.")
 @click.option("--wait", is_flag=True, help="Until no call is in flight there.")
+@whose
 @json_option
 @click.pass_context
-def drain(ctx: click.Context, id: str, off: bool, wait: bool, as_json: bool) -> None:
+def drain(ctx: click.Context, id: str, off: bool, wait: bool, policy: str, as_json: bool) -> None:
     """Send server ID no new calls; those in flight end. It stays registered, and its weights are updated."""
     if off and wait:
         raise click.UsageError("--wait belongs to draining, not to --off")
@@ -156,7 +171,7 @@ def drain(ctx: click.Context, id: str, off: bool, wait: bool, as_json: bool) -> 
             await _until_idle(backends, backend.id)
         return backend.id
 
-    drained = _with(ctx, work)
+    drained = _with(ctx, work, policy)
     if as_json:
         say({"id": drained, "drained": not off})
     else:
@@ -220,11 +235,12 @@ def resume(ctx: click.Context, version: int | None, as_json: bool) -> None:
 @click.option("--p-correct", default=0.6, show_default=True, type=click.FloatRange(0, 1), help="Chance to be right.")
 @click.option("--latency", default=0.0, show_default=True, type=click.FloatRange(0), help="Seconds before each reply.")
 @click.option("--register", "registered", is_flag=True, help="In the line: RUN workers find it, with no setting.")
+@whose
 @json_option
 @click.pass_context
 def scripted(
     ctx: click.Context, file: str | None, handler: str, count: int, port: int, p_correct: float, latency: float,
-    registered: bool, as_json: bool,
+    registered: bool, policy: str, as_json: bool,
 ) -> None:  # fmt: skip
     """Serve a scripted policy (nobody's model) that knows the answers to the tasks in FILE, until Ctrl-C.
 
@@ -245,15 +261,16 @@ def scripted(
             asyncio.get_running_loop().add_signal_handler(number, stopped.set)
         options = scripted.Options(
             tokenizer=tokenizer.make(folder), answers=answers, p_correct=p_correct, latency=latency,
-            model=config.policy.model,
+            model=config.policy_of(policy).model,
         )  # fmt: skip
         server = await scripted.start(options, port)
         registration = None
         try:
             if registered:
                 owner = f"scripted-{socket.gethostname()}-{os.getpid()}"
-                registration = await register(config, server.url, owner, tokenizer=str(folder))
-            about = {"ROLLOUT_POLICY__URL": server.url, "ROLLOUT_POLICY__TOKENIZER": str(folder)}
+                registration = await register(config, server.url, owner, tokenizer=str(folder), policy=policy)
+            section = "ROLLOUT_POLICY" if policy == TRAINED else f"ROLLOUT_POLICIES__{policy.upper()}"
+            about = {f"{section}__URL": server.url, f"{section}__TOKENIZER": str(folder)}
             lines = [json.dumps(about)] if as_json else [f"export {name}={value}" for name, value in about.items()]
             click.echo("\n".join(lines))
             await stopped.wait()

@@ -1,33 +1,31 @@
-"""`rollout enqueue`: tasks from a file of JSON lines into the line, and, if wanted, the wait for their end."""
+"""`rollout enqueue`: tasks from a file into the line, and, if wanted, the wait for their end."""
 
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
 from collections import Counter
-from pathlib import Path
+from itertools import islice
 from typing import Any
 
 import click
 
 from pipeline.client import RolloutClient
 from pipeline.config import Config
-from pipeline.envelope import Task
-from pipeline.errors import TaskError
+from pipeline.datasets import Spool
 from pipeline.queue import Queue
-from workers import interrupt, jsonl
+from workers import interrupt
 from workers.cli.base import Command, complain, json_option, located, say, settings
+from workers.cli.rows import put_aside, row_options
 
 LOOK_EVERY = 0.25
 PAGE = 500
+"""Tasks, or rollouts, that one look or one write is about."""
 
 
 @click.command(cls=Command)
 @click.argument("file", metavar="FILE|-")
-@click.option(
-    "--handler", metavar="NAME", help="Handler of lines that hold bare data (a built-in name or module:Class)."
-)
+@row_options
 @click.option("--samples", default=1, show_default=True, type=click.IntRange(min=1), help="Rollouts of each task.")
 @click.option("--lane", default="train", show_default=True)
 @click.option("--priority", default=0, show_default=True, help="Higher goes first.")
@@ -37,41 +35,27 @@ PAGE = 500
 @json_option
 @click.pass_context
 def enqueue(
-    ctx: click.Context, file: str, handler: str | None, samples: int, lane: str, priority: int, wait: bool,
-    timeout: float | None, unchecked: bool, as_json: bool,
+    ctx: click.Context, /, file: str, samples: int, lane: str, priority: int, wait: bool, timeout: float | None,
+    unchecked: bool, as_json: bool, **chosen: Any,
 ) -> None:  # fmt: skip
-    """Enqueue the tasks of FILE (JSON lines; - is stdin).
+    """Enqueue the tasks of FILE (JSON lines or Parquet; - is stdin).
 
-    A line is a task, {"handler": "math", "data": {...}, "id": "..."}, or, with --handler, its bare data. The whole
-    file is checked first: with one bad line nothing is enqueued. A task enqueued twice under one id is one group.
+    A row is a task, {"handler": "math", "data": {...}, "id": "..."}; with --handler, its bare data; or a dataset's row,
+    which --dataset or its columns (SWE-bench's, verl's) turn into one. The whole file is checked first: with one bad
+    row nothing is enqueued. A task enqueued twice under one id is one group.
     """
     if timeout is not None and not wait:
         raise click.UsageError("--timeout belongs to --wait")
     settings(ctx).logs()
     config = settings(ctx).config()
-    tasks = _read(file, handler, config, check=not unchecked)
-    ctx.exit(interrupt.run(_enqueue(located(config), tasks, samples, lane, priority, wait, timeout, as_json)))
-
-
-def _read(file: str, handler: str | None, config: Config, *, check: bool) -> list[Task]:
-    from workers.workshop import handlers_path
-
-    checker = jsonl.Checker(handlers_path(config), check=check)
-    if file == "-":
-        return jsonl.read(sys.stdin.buffer, handler=handler, checker=checker, name="stdin")
-    try:
-        with Path(file).open("rb") as lines:
-            tasks = jsonl.read(lines, handler=handler, checker=checker, name=file)
-    except OSError as error:
-        raise TaskError(f"{file} can't be read: {error.strerror}") from None
-    for sentence in checker.skipped:
-        click.echo(f"Warning: {sentence}", err=True)
-    return tasks
+    with Spool() as spool:
+        put_aside(spool, file, config, check=not unchecked, **chosen)
+        ctx.exit(interrupt.run(_enqueue(located(config), spool, samples, lane, priority, wait, timeout, as_json)))
 
 
 async def _enqueue(
     config: Config,
-    tasks: list[Task],
+    spool: Spool,
     samples: int,
     lane: str,
     priority: int,
@@ -80,12 +64,15 @@ async def _enqueue(
     as_json: bool,
 ) -> int:
     async with RolloutClient(config=config) as client:
-        ids = await client.enqueue(tasks, samples=samples, lane=lane, priority=priority)
+        ids: list[str] = []
+        tasks = spool.tasks()
+        while some := list(islice(tasks, PAGE)):
+            ids += await client.enqueue(some, samples=samples, lane=lane, priority=priority)
         if not wait:
             if as_json:
-                say({"tasks": len(tasks), "rollouts": len(ids), "ids": ids})
+                say({"tasks": len(spool), "rollouts": len(ids), "ids": ids})
             else:
-                click.echo(f"{len(tasks)} tasks x {samples} samples = {len(ids)} rollouts in lane {lane}")
+                click.echo(f"{len(spool)} tasks x {samples} samples = {len(ids)} rollouts in lane {lane}")
             return 0
         ended = await wait_for(client.queue, ids, timeout)
     return _summary(ids, ended, timeout, as_json)

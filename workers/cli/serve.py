@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from pipeline.backends import Backend, Backends
+from pipeline.config import TRAINED
 from workers import view_policy
 from workers.cli.base import INTERRUPTED, Command, json_option, line, located, say, settings
 
@@ -21,6 +22,9 @@ from workers.cli.base import INTERRUPTED, Command, json_option, line, located, s
 @click.option("--advertise", default="", metavar="URL", help="How workers reach it (default: host and port).")
 @click.option("--id", default="", help="Its name in the line (default: host and port).")
 @click.option("--version", type=click.IntRange(min=0), help="Of the weights in MODEL (default: 0).")
+@click.option(
+    "--policy", default=TRAINED, show_default=True, metavar="NAME", help="Whose server it is: say judge for a judge."
+)
 @click.option("--vllm", "program", metavar="PATH", help="The vllm program (default: policy.vllm).")
 @json_option
 @click.pass_context
@@ -34,6 +38,7 @@ def serve(ctx: click.Context, /, arguments: tuple[str, ...], program: str | None
 
     settings(ctx).logs("info")
     config = located(settings(ctx).config())
+    config.policy_of(named["policy"])  # a name that is none is said before anything is started
     options = Options(program=program or config.policy.vllm, arguments=arguments, **named)
 
     def said(backend: Backend) -> None:
@@ -45,6 +50,6 @@ def serve(ctx: click.Context, /, arguments: tuple[str, ...], program: str | None
     async def work() -> int:
         async with line(config) as queue:
             queue.patience = config.limits.grace
-            return await Serving(config, Backends(queue), options, said).run()
+            return await Serving(config, Backends(queue, options.policy), options, said).run()
 
     ctx.exit(INTERRUPTED if asyncio.run(work()) == signal.SIGINT else 0)

@@ -17,7 +17,7 @@ from typing import Any
 import aiohttp
 
 from pipeline.backends import Backends
-from pipeline.config import Config
+from pipeline.config import TRAINED, Config
 from pipeline.engine import UNTOLD, EngineError, version_number
 from pipeline.errors import PolicyReplyError
 from pipeline.interfaces import Completion, Message, Parsed
@@ -271,18 +271,20 @@ def urls_of(text: str) -> list[str]:
     return [url.strip() for url in text.split(",") if url.strip()]
 
 
-def open_policy(config: Config, queue: Queue | None = None, worker: str = "") -> VllmPolicy:
-    """The policy of this configuration; `queue` and `worker`: servers come from the registry too, under this name.
+def open_policy(config: Config, queue: Queue | None = None, worker: str = "", name: str = TRAINED) -> VllmPolicy:
+    """The policy of this `name`; `queue` and `worker`: servers come from the registry too, under this worker's name.
 
     Raises ConfigError when its tokenizer or renderer can't be had, or policy.url is no URL.
     """
-    chosen, limits = config.policy, config.limits
-    backends = Backends(Queue(queue.redis, config)) if queue is not None else None
+    chosen, limits = config.policy_of(name), config.limits
+    backends = Backends(Queue(queue.redis, config), name) if queue is not None else None
     patience = Patience(
         wait=limits.policy_wait, request=chosen.request_timeout, probe_every=chosen.probe_every,
         probe_timeout=chosen.probe_timeout, lease=chosen.backend_lease,
     )  # fmt: skip
-    pool = Pool(urls_of(chosen.url), model=chosen.model, patience=patience, backends=backends, worker=worker)
+    pool = Pool(
+        urls_of(chosen.url), model=chosen.model, patience=patience, backends=backends, worker=worker, policy=name
+    )
     return VllmPolicy(
         pool,
         chosen.model,

@@ -18,6 +18,7 @@ from typing import Any
 import aiohttp
 
 from pipeline.backends import Backend, PolicyState, state_of
+from pipeline.config import TRAINED
 from pipeline.errors import PolicyError
 from workers.policy.backend import ABORT_SECONDS, DOWN, UP, Server
 from workers.policy.balance import Lengths
@@ -49,8 +50,15 @@ class Fleet:
     this process was silent for so long that a trainer did not wait for its calls.
     """
 
-    def __init__(self, worker: str, model: str, patience: Patience, session: aiohttp.ClientSession | None) -> None:
-        self.worker, self.model, self.patience = worker, model, patience
+    def __init__(
+        self,
+        worker: str,
+        model: str,
+        patience: Patience,
+        session: aiohttp.ClientSession | None,
+        name: str = TRAINED,
+    ) -> None:
+        self.worker, self.model, self.patience, self.name = worker, model, patience, name
         self.policy = PolicyState()
         self.servers: dict[str, Server] = {}
         self.lengths = Lengths()
@@ -136,7 +144,12 @@ class Fleet:
         now = time.monotonic()
         found = [f"{server.id}: {self.trouble(server, now) or 'usable'}" for server in list(self.servers.values())]
         if not found:
-            return "none is registered: `rollout serve` starts one, `rollout policy add` adds one, policy.url names one"
+            trained = self.name == TRAINED
+            option, section = ("", "policy") if trained else (f" --policy {self.name}", f"policies.{self.name}")
+            return (
+                f"none is registered: `rollout serve{option}` starts one, `rollout policy add{option}` adds one, "
+                f"{section}.url names one"
+            )
         return "; ".join(found[:NAMED]) + (f"; and {len(found) - NAMED} more" if len(found) > NAMED else "")
 
     def judge(self, server: Server) -> None:
@@ -198,7 +211,8 @@ class Fleet:
 
     def refuse(self) -> PolicyError:
         return PolicyError(
-            f"no usable policy server for {self.patience.wait:g} s (limits.policy_wait): {self.troubles()}"
+            f"no usable {'policy server' if self.name == TRAINED else f'server of policy {self.name!r}'} for "
+            f"{self.patience.wait:g} s (limits.policy_wait): {self.troubles()}"
         )
 
 

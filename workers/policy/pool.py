@@ -16,6 +16,7 @@ from typing import Any
 import aiohttp
 
 from pipeline.backends import Backend, Backends, backend_id
+from pipeline.config import TRAINED
 from pipeline.errors import ContextFull, PolicyError
 from workers.policy.backend import DOWN, Call, Server, Strike
 from workers.policy.balance import choose
@@ -37,7 +38,7 @@ class Pool:
     """One a process. Nothing runs before `start`, which the first call brings about.
 
     `urls`: servers that are known without a registry. `model`: their name for it where a registration gives none.
-    `worker`: under which name its share of the load is published. `choose`: see balance.choose.
+    `worker`: under which name its share of the load is published. `choose`: see balance.choose. `policy`: its name.
     """
 
     def __init__(
@@ -50,8 +51,9 @@ class Pool:
         worker: str = "",
         session: aiohttp.ClientSession | None = None,
         choose: Callable[..., str] = choose,
+        policy: str = TRAINED,
     ) -> None:
-        self.fleet = Fleet(worker, model, patience or Patience(), session)
+        self.fleet = Fleet(worker, model, patience or Patience(), session, policy)
         self.given = {backend_id(url): url.rstrip("/") for url in urls}
         self._registry = Registry(self.fleet, backends, self.given) if backends is not None else None
         self._health = Health(self.fleet, self._registry)

@@ -163,6 +163,8 @@ def _say(answer: str, question: str, chance: random.Random) -> str:
         last = f"<answer>{answer}</answer>"
     elif "\\boxed" in question:
         last = f"The answer is \\boxed{{{answer}}}."
+    elif "\n" in answer:  # code, say: a word before it would break its fence
+        last = answer
     else:
         last = chance.choice((answer, f"The answer is {answer}", f"It is {answer}"))
     fillers = " ".join(chance.choices(_FILLERS, k=chance.randint(0, 6)))
