@@ -19,6 +19,15 @@ OVERLAY = (
     'mkdir -p "$1/lower" "$1/upper" "$1/work" "$1/m" && '
     'mount -t overlay overlay -o "lowerdir=$1/lower,upperdir=$1/upper,workdir=$1/work,userxattr" "$1/m"'
 )
+AGAIN = """
+at=$(stat -c %d /)
+for folder in /srv /mnt /media /var/log; do
+    [ -d "$folder" ] && [ ! -L "$folder" ] && [ "$(stat -c %d "$folder")" = "$at" ] || continue
+    rm -rf "$folder" && mkdir "$folder" && rmdir "$folder"
+    exit
+done
+"""
+"""Removes a folder of the image, if it is one, and makes it again."""
 
 
 async def findings(config: Config) -> list[Finding]:
@@ -51,9 +60,16 @@ async def _whole(config: Config) -> Finding:
         image = await _image(config)
         if image is not None:
             return image
-    wrong = await _tried(config)
+    wrong, refused = await _tried(config)
     if wrong:
         return Finding("sandbox", "fail", f"{name} does not work: {wrong}", "mend what is said above, or below")
+    if refused:
+        return Finding(
+            "sandbox", "warn",
+            f"{name} works, but a folder of the image that was removed can't be made again in it ({refused}): "
+            "git checkouts, builds and package managers fail by that",
+            "sandbox.root on a local ext4 or xfs, and a kernel of 5.11 or newer, whose overlay keeps user attributes",
+        )  # fmt: skip
     return Finding("sandbox", "ok", f"{name} started a sandbox and ran a command in it")
 
 
@@ -62,7 +78,8 @@ async def _others(config: Config) -> Finding:
     names = ("bubblewrap", "apptainer")
     with tempfile.TemporaryDirectory(prefix="rollout-doctor-") as folder:
         changes = {"sandbox.image": "host", "images.cache": folder}
-        told = await asyncio.gather(*(_tried(config.changed({**changes, "sandbox.driver": name})) for name in names))
+        tried = await asyncio.gather(*(_tried(config.changed({**changes, "sandbox.driver": name})) for name in names))
+        told = [wrong for wrong, _ in tried]
     sound = [name for name, wrong in zip(names, told, strict=True) if not wrong]
     text = "; ".join(
         f"{name} {f'does not: {wrong}' if wrong else 'works'}" for name, wrong in zip(names, told, strict=True)
@@ -88,22 +105,35 @@ async def _image(config: Config) -> Finding | None:
     return None
 
 
-async def _tried(config: Config) -> str:
-    """Start a sandbox and run a command in it; what went wrong, or nothing."""
+async def _tried(config: Config) -> tuple[str, str]:
+    """Start a sandbox and run commands in it: what went wrong, and what a folder made again met; empty where nothing.
+
+    It lies where those of rollouts do, for what an overlay can do depends on the disk.
+    """
     from workers.sandbox.box import Spec
     from workers.sandbox.boxes import make_driver
 
-    with tempfile.TemporaryDirectory(prefix="rollout-doctor-") as folder:
+    refused = 0, ""
+    with tempfile.TemporaryDirectory(prefix=".doctor-", dir=_disk(config)) as folder:
         try:
             async with asyncio.timeout(TRY_SECONDS):
-                box = await make_driver(config, Path(folder, "root")).create(Spec(), "doctor")
+                box = await make_driver(config, Path(folder)).create(Spec(), "doctor")
             try:
                 code, text = await _run(box.command(["/bin/bash", "-c", "echo sound"]), env=box.environment())
+                if config.sandbox.driver == "apptainer":
+                    refused = await _run(box.command(["/bin/bash", "-c", AGAIN]), env=box.environment())
             finally:
                 await box.discard()
         except (LineError, OSError, TimeoutError) as error:
-            return str(error) or f"it was not ready within {TRY_SECONDS:g} s"
-    return "" if (code, text) == (0, "sound") else f"bash said {text!r:.200}; does the image have /bin/bash?"
+            return str(error) or f"it was not ready within {TRY_SECONDS:g} s", ""
+    wrong = "" if (code, text) == (0, "sound") else f"bash said {text!r:.200}; does the image have /bin/bash?"
+    return wrong, refused[1] if refused[0] else ""
+
+
+def _disk(config: Config) -> Path | None:
+    """The folder that the site set for sandboxes, where it can be used; None: the temporary directory."""
+    folder = config.path_of(config.sandbox.root) if config.sandbox.root else None
+    return folder if folder is not None and os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK) else None
 
 
 def _as_root() -> Finding:

@@ -13,6 +13,7 @@ from tests.boxes import PROGRAMS, short_root
 from tests.services import require
 from workers.doctor import Finding
 from workers.doctor_sandbox import findings
+from workers.sandbox.boxes import overlay
 
 __all__ = ["short_root"]
 
@@ -81,3 +82,15 @@ async def test_local_tells_of_the_other_drivers(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("workers.sandbox.boxes.bubblewrap.shutil.which", lambda *_, **__: None)
     told = (await look())["other drivers"]
     assert told.grade == "warn" and "bwrap is not installed" in told.text and "apptainer is not" in told.text
+
+
+async def test_folders_that_can_not_be_made_again_are_told(short_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for program in PROGRAMS["apptainer"]:
+        require(program)
+    settings = {"sandbox__driver": "apptainer", "images__cache": str(short_root), "sandbox__root": str(short_root)}
+    told = (await look(**settings))["sandbox"]
+    assert told.grade == "ok", told
+    monkeypatch.setattr(overlay, "_LAUNCH", f'echo "{overlay.REFUSED}" >&2; exit 1')
+    told = (await look(**settings))["sandbox"]
+    assert told.grade == "warn" and "made again" in told.text and "Input/output error" in told.text
+    assert [path.name for path in short_root.iterdir() if path.name.startswith(".doctor")] == []

@@ -61,6 +61,7 @@ class Apptainer(KeptDriver):
         self.way: Way = way
         self._network = True
         self._unshare: list[str] | None = None
+        self._mounted = False
 
     async def _start(self, spec: Spec, name: str) -> ApptainerBox:
         program = shutil.which("apptainer")
@@ -70,9 +71,12 @@ class Apptainer(KeptDriver):
         while True:
             unshare, network = await self._namespace(), self._network
             try:
-                return await self._try(spec, name, program, unshare, *held)
+                box = await self._try(spec, name, program, unshare, *held)
+                self._mounted |= bool(unshare)
+                return box
             except SandboxError as error:
-                if unshare and overlay.REFUSED in str(error):
+                # where it was mounted once, something else is wrong now: a full disk
+                if unshare and not self._mounted and overlay.REFUSED in str(error):
                     self._do_without_overlay(str(error))
                 elif network and spec.network == "none" and re.search(_NO_NETWORK, str(error), re.IGNORECASE):
                     self._do_without_network(str(error))
@@ -174,7 +178,8 @@ class ApptainerBox(KeptBox):
         options += ["--net", "--network", "none"] if self.own_network else []
         if not self._unshare:
             return [*options, "--fakeroot", "--overlay", str(folder / "over")]
-        overlay.prepare(folder / "over", self._image.path, [self.home], binds)
+        if self.pid is None:
+            overlay.prepare(folder / "over", self._image.path, [self.home], binds)
         return [*options, "--writable", "--keep-privs"]
 
     async def _prepare(self) -> None:

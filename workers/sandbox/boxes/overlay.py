@@ -5,9 +5,11 @@ only `user.*` ones be written, for which the mount must say `userxattr`. Apptain
 folder is an "Input/output error". So a launcher of ours makes the namespace, mounts in it, and becomes Apptainer, which
 is given the mounted folder as its writable image.
 
-    over/upper, over/work    what the box changed, and the kernel's own
-    over/image, over/points  the layers below: the image, and empty mount points for what the image lacks
-    over/root                where the whole is mounted, in the box's namespace alone
+    over/upper, over/work  what the box changed, and the kernel's own
+    over/points            the lowest layer, below the image: empty mount points for what that lacks
+    over/root              where the whole is mounted, in the box's namespace alone
+
+It takes a kernel of 5.11 or newer, and a disk whose file system keeps such attributes.
 """
 
 from __future__ import annotations
@@ -18,9 +20,8 @@ from pathlib import Path, PurePosixPath
 
 from pipeline.errors import SandboxError
 from workers.sandbox import programs
-from workers.sandbox.boxes import layout
 
-FOLDERS = ("upper", "work", "image", "points", "root")
+FOLDERS = ("upper", "work", "points", "root")
 MOUNTED = ("/dev", "/proc", "/tmp", "/var/tmp")
 MOUNTED_FILES = ("/etc/hostname", "/etc/resolv.conf")
 """What Apptainer mounts on, besides what it is told to."""
@@ -32,15 +33,18 @@ TRY_SECONDS = 10.0
 MOST_LINKS = 40
 _UNSHARE = ("unshare", "--user", "--map-root-user")
 
+_HERE = "/proc/self/fd/3"
 _LAUNCH = f"""
-cd -- "$1" && mount --rbind -- "$2" image &&
-    mount -t overlay overlay -o lowerdir=image:points,upperdir=upper,workdir=work,userxattr root ||
+exec 3<"$1" && cd -- "$2" &&
+    mount -t overlay overlay "$1/root" \\
+        -o lowerdir=.:{_HERE}/points,upperdir={_HERE}/upper,workdir={_HERE}/work,userxattr ||
     {{ echo "{REFUSED}" >&2; exit 1; }}
+exec 3<&-
 cd /
 shift 2
 exec "$@"
 """
-"""Relative paths: in mount options a comma or a colon in a folder's name would mean something else."""
+"""The folders' names stand in no mount option, where a comma or a colon in them would mean something else."""
 
 
 async def unshare() -> list[str]:
@@ -57,21 +61,23 @@ async def unshare() -> list[str]:
 
 
 def prepare(over: Path, image: Path, folders: Iterable[str], binds: Iterable[str]) -> None:
-    """Make the layers' folders in `over`; it may be for a box that starts again.
+    """Make the layers' folders in `over`, which is empty: once a box, for what it changed lies in them afterwards.
 
     Where the image lacks what Apptainer mounts on, an empty one is there: what it always mounts, absolute paths
-    `folders`, and the targets of `binds` (`FROM:TO[:ro]`). Raises SandboxError.
+    `folders`, and the targets of `binds` (`FROM:TO[:ro]`). Raises SandboxError, OSError.
     """
-    layout.make_below(over, FOLDERS)
+    for name in FOLDERS:
+        (over / name).mkdir()
+        (over / name).chmod(0o755)  # whatever this process's umask is: `upper` gives the mode of the folder /
     wanted = dict.fromkeys((*MOUNTED, *folders), True) | dict.fromkeys(MOUNTED_FILES, False)
     for bind in binds:
         outside, inside = bind.split(":")[:2]
         wanted[inside] = os.path.isdir(outside)
     for name, is_folder in wanted.items():
-        place = _place(image, name)
-        layout.make_below(over / "points", [str(place if is_folder else place.parent)])
+        place = over / "points" / _place(image, name)
+        (place if is_folder else place.parent).mkdir(parents=True, exist_ok=True)
         if not is_folder:
-            (over / "points" / place).touch(mode=0o644)
+            place.touch()
 
 
 def launch(before: Sequence[str], over: Path, image: Path, argv: Sequence[str]) -> list[str]:
@@ -96,6 +102,6 @@ def _place(image: Path, name: str) -> PurePosixPath:
                 continue
             links += 1
             if links > MOST_LINKS:
-                raise SandboxError(f"the image {image} has a link at {name} that leads nowhere")
+                raise SandboxError(f"the image {image} has links at {name} that lead round in circles")
             left += reversed(PurePosixPath(target).parts)
     return at
