@@ -29,7 +29,7 @@ from pipeline.log import AttemptLog
 from tests.data import compmath
 from tests.spellings import spellings
 from workers.children import Children
-from workers.stages import Job
+from workers.job import Job
 
 AT_ONCE = 4
 SWE_AT_ONCE = 64

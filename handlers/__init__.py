@@ -178,7 +178,10 @@ def _explain(error: ValidationError, model: type[BaseModel]) -> str:
 
 
 def _one(item: Any, model: type[BaseModel]) -> str:
-    field = ".".join(map(str, item["loc"])) or "the data"
+    field = ".".join(map(str, item["loc"]))
+    if item["type"] == "value_error":  # a validator's own sentence
+        said = str(item["ctx"]["error"])
+        return f"field {field!r}: {said}" if field else said
     if item["type"] == "missing":
         return f"field {field!r} is missing"
     if item["type"] == "extra_forbidden":

@@ -132,7 +132,7 @@ NUMBER = re.compile(
 
 def _phrase(line: str, *, last: bool, whole: bool) -> str:
     """The answer in a line of prose: its (first, or `last`) formula; a number; else, or if `whole`, its sentence."""
-    line = line.replace("</answer>", "").strip().strip("*").strip()
+    line = _HASHES.sub("", line.replace("</answer>", "").strip().strip("*")).strip()
     line = plain_characters(line.replace("\\$", ""))
     spans = [(match.start(), match.end(), match.group().strip("$")) for match in _MATH.finditer(line)]
     if spans and not whole:
@@ -188,13 +188,16 @@ _LOWERED = str.maketrans(_RAISED, "0123456789-+")
 _ROOT = re.compile("\N{SQUARE ROOT}" r"\s*(?:\{([^{}]*)\}|\(([^()]*)\)|([\w.]+))")
 _CALLED = re.compile(r"(?<![\\A-Za-z])sqrt\s*\(([^()]*)\)")
 _SPACING = re.compile(
-    r"\\(?:[,;:! ]|quad\b|qquad\b|displaystyle\b|left\b(?!arrow)|right\b(?!arrow)|big[lr]?\b|Big[lr]?\b)"
+    r"(?<!\\)\\(?:[,;:! ]|quad\b|qquad\b|displaystyle\b|left\b(?!arrow)|right\b(?!arrow)|big[lr]?\b|Big[lr]?\b)"
 )
-_DELIMITERS = re.compile(r"\$|\\[()\[\]]")
+_DELIMITERS = re.compile(r"\$|(?<!\\)\\[()\[\]]")
 _RAISED_BY = re.compile(r"(?<=[\w)])\*\*(?=[\w(-])")
 _PI = re.compile(r"(?<![\\A-Za-z])pi(?![A-Za-z])")
 _PERIOD = re.compile(r"(?<![\d.])(\d*)\.(\d*)\\overline\s*\{(\d+)\}")
 _POWER_OF_TEN = re.compile(r"(?<![\w.\\^{])(-?\d+(?:\.\d+)?)[eE]([-+]?\d{1,4})(?!\w)")
+_MIXED = re.compile(r"(?<![\d.,/^])(\d{1,9}) +(\d{1,9})/(\d{1,9})(?![\d.])")
+_BOARD = re.compile(r"\\mathbb\s*([A-Z])")
+_HASHES = re.compile(r"^\s*#{2,}\s*(?=\S)")
 _SPACED_THOUSANDS = re.compile(r"(?<![\d.])(\d{1,3}(?: \d{3})+)(?![\d ]*\d)")
 
 
@@ -218,6 +221,7 @@ def bare(text: str) -> str:
     text = text.replace("~", " ").replace("\\cfrac", "\\frac").replace("\\varnothing", "\\emptyset")
     text = _PI.sub(r"\\pi ", _CALLED.sub(r"\\sqrt{\1}", text))
     text = _POWER_OF_TEN.sub(r"\1\\cdot 10^{\2}", _PERIOD.sub(_fraction, text))
+    text = _MIXED.sub(r"\1\\frac{\2}{\3}", _BOARD.sub(r"\\mathbb{\1}", text))
     text = _SPACED_THOUSANDS.sub(lambda found: found.group().replace(" ", ""), text)
     return text.strip().rstrip(".,;").strip()
 

@@ -1,4 +1,4 @@
-"""Whether two answers are the same mathematics: lists are taken apart here, their items compared by math-verify.
+"""Whether two answers are the same mathematics: lists are taken apart here, their items compared in `handlers.items`.
 
 Imports math-verify when it is called. What a policy wrote can keep sympy busy for ever, eat memory, or kill the
 process: call this in a child that is killed at a limit (`Context.compute`).
@@ -18,14 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from handlers import answers
+from handlers.items import ELLIPSIS, is_text, parsed, same
 from pipeline.errors import GraderError, TaskError
 
 CPU_SECONDS = 1.5
 """CPU time of one comparison, which is the same on a busy machine. A second later the kernel ends the process: no
 exception reaches what computes in C."""
-
-NEVER = 60
-"""Seconds after which math-verify's own alarm would ring: our limits come first."""
 
 MEMORY = 1 << 30
 """Bytes of address space that a check may take beyond what the process has."""
@@ -121,9 +119,13 @@ def _lowered(kind: int, wanted: int) -> tuple[int, int]:
 
 # -- lists -----------------------------------------------------------------------------------------------------------
 
-_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
+_THOUSANDS = re.compile(r"(?<![\d.,])(?!(?:(?<=[(\[])|(?<=\\\{))[\d,]*\s*\\?[)\]}])\d{1,3}(?:,\d{3})+(?![\d,])")
+"""A number with separators; "(100,200)" holds two."""
 _BETWEEN = re.compile(r"[,;]|\\(?:text|mathrm|mbox)\s*\{\s*,?\s*(?:and|or)\s*\}|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])")
 _ELLIPSIS = re.compile(r"\\(?:ldots|dots|cdots|dotsc|dotsb)(?![A-Za-z])|\.\.\.")
+_CASES = re.compile(r"\\begin\s*\{(?:cases|aligned)\}([^&]*)\\end\s*\{(?:cases|aligned)\}", re.DOTALL)
+_EMPTY = re.compile(r"\\\{\s*\\\}")
+_LEADING = re.compile(r"\A(?:=|\\approx(?![A-Za-z]))\s*")
 _SET = re.compile(r"\\\{(.*)\\\}|\\lbrace(.*)\\rbrace", re.DOTALL)
 
 
@@ -135,12 +137,9 @@ def _items_of_gold(expected: str) -> list[str]:
     if not items or not any(char.isalnum() for char in "".join(items)):
         raise TaskError(f"field 'expected_answer' is {expected!r:.200}: it can't be read as mathematics (write LaTeX)")
     for item in items:
-        if item != ELLIPSIS and not _is_prose(item) and parsed(item) is None:
+        if not is_text(item) and parsed(item) is None:
             raise TaskError(f"field 'expected_answer' is {expected!r:.200}: {item!r:.80} can't be read as mathematics")
     return items
-
-
-ELLIPSIS = "..."
 
 
 def _readings(text: str) -> list[list[str]]:
@@ -162,8 +161,12 @@ def _items(text: str) -> list[str]:
 
     Each is taken apart once more: the braces of a set, plus-minus.
     """
+    if system := _CASES.fullmatch(text.strip()):
+        text = system[1].replace("\\\\", ",")
     if "\\begin" in text:
         return [text]
+    if _EMPTY.fullmatch(text.strip()):
+        return ["\\emptyset"]
     braced = _SET.fullmatch(text.strip())
     if braced and not re.search(r"\\mid|\\vert|[|:]|\\\}", braced[1] or braced[2] or ""):
         text = braced[1] or braced[2] or ""
@@ -179,7 +182,7 @@ def _items(text: str) -> list[str]:
             return [text.strip()]
         at += 1
     parts.append(text[start:])
-    items = [part.strip().removeprefix("=").strip() for part in parts]
+    items = [_LEADING.sub("", part.strip()) for part in parts]
     return [value for item in items if item for value in _both(item)][:MOST_ITEMS]
 
 
@@ -194,6 +197,11 @@ def _both(item: str) -> list[str]:
 
 def same_lists(gold: list[str], said: list[str]) -> bool:
     """Each item once, in any order; in this order where an item repeats or an ellipsis stands for some."""
+    names, said_names = _names(gold), _names(said)
+    if len(names) > 1 and not said_names:  # "(1, 2)" or "1, 2" for "x = 1, y = 2": in the order of the names
+        return len(names) == len(values := _components(said)) and all(map(same, _values(gold), values))
+    if len(said_names) > 1 and not names and len(gold) == 1 and len(_components(gold)) == len(said_names):
+        return all(map(same, _components(gold), _values(said)))
     if len(gold) != len(said):
         one, other = _pieces(gold), _pieces(said)
         return (len(one), len(other)) != (len(gold), len(said)) and same_lists(one, other)
@@ -208,49 +216,25 @@ def same_lists(gold: list[str], said: list[str]) -> bool:
     return True
 
 
+_NAMED = re.compile(r"\s*([A-Za-z](?:_\{?\w\}?)?)\s*=\s*([^=<>]+)")
+
+
+def _names(items: list[str]) -> list[str]:
+    """The variables of "x = 1, y = 2": each item has one, and each its own; else none."""
+    found = [match[1] for item in items if (match := _NAMED.fullmatch(item))]
+    return found if len(found) == len(items) == len(set(found)) else []
+
+
+def _values(items: list[str]) -> list[str]:
+    return [item.partition("=")[2].strip() for item in items]
+
+
+def _components(items: list[str]) -> list[str]:
+    """The items, or those of the one tuple that they are ("(x, y) = (1, 2)" too)."""
+    found = re.fullmatch(r"(?:\([^()=]*\)\s*=)?\s*\((.*)\)", items[0].strip()) if len(items) == 1 else None
+    return _items(found[1]) if found else items
+
+
 def _pieces(items: list[str]) -> list[str]:
     """The parts of unions: a policy may write "x < 1 or x > 2" for one."""
     return [piece.strip() for item in items for piece in re.split(r"\\cup(?![A-Za-z])", item)]
-
-
-# -- one item --------------------------------------------------------------------------------------------------------
-
-
-def same(gold: str, said: str) -> bool:
-    """Whether two items are equal; those with words, or an ellipsis, as texts alone."""
-    if answers.folded(gold) == answers.folded(said):
-        return True
-    if ELLIPSIS in (gold, said) or _is_prose(gold):
-        return False
-    from math_verify import verify
-
-    one, other = parsed(gold), parsed(said)
-    if one is None or other is None:
-        return False
-    return bool(verify(one, other, timeout_seconds=NEVER, allow_set_relation_comp=True, raise_on_error=True))
-
-
-_COMMANDS = re.compile(r"\\(?:begin|end)\s*\{\w*\*?\}|\\[A-Za-z]+")
-_WORDS = re.compile(r"[A-Za-z]{3,}")
-
-
-def _is_prose(item: str) -> bool:
-    """Words that are no formula: compared as text alone."""
-    text = answers.WRAPPED.sub(" ", item)
-    return len(_WORDS.findall(_COMMANDS.sub(" ", text))) >= 2
-
-
-def parsed(item: str) -> Any:
-    """A sympy object, None where math-verify reads none."""
-    from math_verify import LatexExtractionConfig, parse
-
-    formula = [
-        LatexExtractionConfig(boxed_match_priority=-1)
-    ]  # its other way takes any number out of what can't be read
-    try:
-        read = parse(f"${item}$", formula, parsing_timeout=NEVER, raise_on_error=True)
-    except MemoryError:
-        raise
-    except Exception:  # its parser raises anything at all on text that is no mathematics
-        return None
-    return next((one for one in read if not isinstance(one, str)), None)

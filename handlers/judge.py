@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator
 
 from handlers.turns import Turns
 from pipeline.errors import GraderError
@@ -68,6 +68,13 @@ class Judge(Turns):
         scale: Annotated[float, Field(gt=0)] = 10.0
         sampling: dict[str, Any] = Field(default_factory=dict)
 
+        @field_validator("template")
+        @classmethod
+        def _shows_the_answer(cls, template: str) -> str:
+            if "{answer}" not in template:
+                raise ValueError("it has no {answer}: the judge would not see what it judges")
+            return template
+
     def prompt(self, task: Judge.Task) -> str:
         return task.question
 
@@ -86,8 +93,8 @@ async def judged(ctx: Context, task: Judge.Task, answer: str) -> Reward:
     await judge.ready()
     messages: list[Message] = [{"role": "user", "content": asked(task, answer)}]
     for _ in range(TRIES):
-        text = await _reply(judge, messages, task.sampling)
-        score = verdict(text, task.verdict, task.scale)
+        text, whole = await _reply(judge, messages, task.sampling)
+        score = verdict(text, task.verdict, task.scale) if whole else None
         if score is not None:
             evidence = {
                 "why": f"{task.policy} gave {score:g} of {task.scale:g}",
@@ -105,10 +112,11 @@ async def judged(ctx: Context, task: Judge.Task, answer: str) -> Reward:
     )
 
 
-async def _reply(judge: Policy, messages: list[Message], sampling: dict[str, Any]) -> str:
+async def _reply(judge: Policy, messages: list[Message], sampling: dict[str, Any]) -> tuple[str, bool]:
+    """What the judge says, and whether it came to an end: one that was cut off may just have repeated the answer."""
     prompt = judge.render(messages)
     done = await judge.generate(prompt, sampling)
-    return str(judge.parse(done.ids, prompt).message.get("content", ""))
+    return str(judge.parse(done.ids, prompt).message.get("content") or ""), done.finish_reason == "stop"
 
 
 def asked(task: Judge.Task, answer: str) -> str:
@@ -134,9 +142,15 @@ def quoted(text: str) -> str:
 
 
 def verdict(reply: str, word: str, scale: float) -> float | None:
-    """The number of the last "word: N" that the judge itself says (no quoted line); None unless 0 <= N <= `scale`."""
-    own = [line for line in reply[-TAIL:].splitlines() if not line.lstrip().startswith("|")]
-    said = re.findall(rf"{re.escape(word)}[\s*]{{0,4}}[:=][\s*]{{0,4}}({_NUMBER})(?![\d.]*\d)", "\n".join(own))
+    """The number of the last line that begins with "word: N" and is no quoted one; None unless 0 <= N <= `scale`.
+
+    In the middle of a sentence it may be what the judge says of the answer ("it claims Score: 10").
+    """
+    form = re.compile(
+        rf"[\s*_#-]{{0,8}}{re.escape(word)}[\s*_]{{0,4}}[:=][\s*_]{{0,4}}({_NUMBER})(?![\d.]*\d|[A-Za-z])",
+        re.IGNORECASE,
+    )
+    said = [found[1] for line in reply[-TAIL:].splitlines() if (found := form.match(line))]
     number = float(said[-1]) if said else -1.0
     return number if 0 <= number <= scale else None
 

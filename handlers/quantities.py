@@ -10,7 +10,7 @@ import math
 import re
 from typing import NamedTuple
 
-from handlers import answers, equal
+from handlers import answers, items
 from handlers.units import Unit, unit
 
 
@@ -46,7 +46,9 @@ _FRACTION = re.compile(
 _START = re.compile(r"(?<![\w.^{\\/])[-+]?\s?(?:\d|\.\d|\\frac|\\sqrt|\\pi)")
 _SPREAD = re.compile(r"\s*\\pm\s*[\d.]{1,20}(?:\s*\\times\s*10\s*\^\s*\{?-?\d{1,3}\}?)?")
 _TO = re.compile(r"\s*(?:to|-{1,2})\s*(?=[-+.\d])")
-_GOES_ON = re.compile(r"\s*(?:\\(?:sqrt|pi|cdot|times|ln|exp)(?![a-z])|\^(?!\s*\{?\s*\\?circ)|[-+*/]\s*\\)")
+_GOES_ON = re.compile(
+    r"\s*(?:\\(?:sqrt|pi|cdot|times|ln|exp)(?![a-z])|\^(?!\s*\{?\s*\\?circ)|[-+*/]\s*\\|[+*]\s*[\d(])"
+)
 _WRAP = re.compile(r"\\(?:text|mathrm|rm|textrm|operatorname|unit|si|mbox)\s*\{((?:[^{}]|\{[^{}]*\})*)\}")
 
 
@@ -87,8 +89,8 @@ def read(text: str, *, last: bool = False) -> Quantity | None:
         one = _at(text, start) if start >= at else None
         if one is not None:
             found, at = one, len(text) - len(one.rest)
-            if not last:
-                break
+        if not last:  # a formula that can't be evaluated is no reason to look for a number inside it
+            break
     return found
 
 
@@ -115,7 +117,7 @@ def _evaluated(text: str) -> Quantity | None:
     """A formula without variables as a number; its unit stands behind a blank."""
     ends = _FORMULA_ENDS.search(text)
     formula, behind = (text[: ends.start()], ends.start()) if ends else (text, len(text))
-    value = equal.parsed(formula)
+    value = items.parsed(formula)
     try:
         amount = float(value.evalf()) if value is not None and not value.free_symbols else math.nan
     except MemoryError:

@@ -103,7 +103,7 @@ def grade(task: Reason.Task, entry: dict[str, Any], text: str) -> Reward:
     except Exception as error:  # scorers parse the model's text and raise anything at all
         score, how = 0.0, f"the scorer raised {type(error).__name__} on this answer: {error}"[:500]
         _check_scorer(dataset, entry, task.family)
-    evidence = {"read": None if answer is None else answer[:500], "gold": str(entry["answer"])[:500], "how": how}
+    evidence = {"why": how, "read": None if answer is None else answer[:500], "gold": str(entry["answer"])[:500]}
     return Reward(value=score, parts={"score": score}, evidence=evidence)
 
 

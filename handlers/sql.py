@@ -26,7 +26,8 @@ class Sql(Turns):
         """`schema` (shown to the policy) and `setup` are SQL that makes the database; `database` is a file.
 
         Rows are compared in any order unless `ordered`; floats may differ by `tolerance`, relative or absolute.
-        `seconds` of CPU time is what a query may take.
+        `seconds` of CPU time is what a query may take. A `gold` without rows is refused unless it `may_be_empty`: any
+        query that finds nothing would be right.
         """
 
         model_config = ConfigDict(frozen=True, extra="ignore")
@@ -38,6 +39,7 @@ class Sql(Turns):
         database: DatabaseFile = b""
         ordered: bool = False
         tolerance: Annotated[float, Field(ge=0)] = 1e-6
+        may_be_empty: bool = False
         seconds: Annotated[float, Field(gt=0, le=60)] = 10.0
 
     sandbox: ClassVar[dict[str, Any] | None] = {}
@@ -68,7 +70,7 @@ class Sql(Turns):
         await self.init(ctx)
         gold = await ask(ctx.sandbox, ctx.task.gold, ctx.task.seconds)
         answer = await ask(ctx.sandbox, sql, ctx.task.seconds)
-        found = await ctx.compute(compared, gold, answer, ctx.task.ordered, ctx.task.tolerance)
+        found = await ctx.compute(compared, gold, answer, ctx.task.ordered, ctx.task.tolerance, ctx.task.may_be_empty)
         right = float(found.pop("same"))
         return Reward(value=right, parts={"correct": right}, evidence={**found, "sql": sql[:2000]})
 

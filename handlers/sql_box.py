@@ -96,11 +96,16 @@ def table(result: bytes) -> str:
     return "\n".join(lines)
 
 
-def compared(gold: bytes, answer: bytes, ordered: bool, tolerance: float) -> dict[str, Any]:
+def compared(gold: bytes, answer: bytes, ordered: bool, tolerance: float, may_be_empty: bool = True) -> dict[str, Any]:
     """Whether two results are the same: `same`, `why`, how many rows each has. Raises TaskError for a bad `gold`."""
     right, said = json.loads(gold), json.loads(answer)
     if right["error"] or right["more"]:
         raise TaskError(f"the task's `gold` query fails: {right['error'] or f'it gives more than {ROWS} rows'}")
+    if not right["rows"] and not may_be_empty:
+        raise TaskError(
+            "the task's `gold` query gives no row: any query that finds nothing would be right. Change the data, or "
+            "set `may_be_empty`"
+        )
     if said["error"]:
         return {"same": False, "why": f"the query fails: {said['error']}"}
     counts = {"rows": len(said["rows"]), "gold_rows": len(right["rows"])}

@@ -18,7 +18,7 @@ MEMORY = 1024 * MB
 MOST = 32 * MB  # bytes of one result
 STEPS = 1000  # of SQLite's machine, between two looks at the time
 READS = {20, 21, 31, 33}  # SQLITE_READ, SQLITE_SELECT, SQLITE_FUNCTION, SQLITE_RECURSIVE
-PRAGMA = 19
+PRAGMA, UPDATE = 19, 23
 SHOWS = {"table_info", "table_xinfo", "table_list", "index_list", "index_info", "foreign_key_list"}
 REFUSED = ("not authorized", "authorization denied", "prohibited")  # what SQLite says after `allowed` said no
 FORBIDDEN = {"load_extension", "fts3_tokenizer"}
@@ -27,8 +27,9 @@ FORBIDDEN = {"load_extension", "fts3_tokenizer"}
 def allowed(action: int, first: Optional[str], second: Optional[str], *_: Any) -> int:  # noqa: UP045
     """SQLite asks this for everything that a statement would do; reading is all it may."""
     reads = action in READS and not (action == 31 and str(second).lower() in FORBIDDEN)
+    builds = action == UPDATE and first == "sqlite_master"  # how json_each is made known; the file itself is read-only
     shows = action == PRAGMA and str(first).lower() in SHOWS
-    return sqlite3.SQLITE_OK if reads or shows else sqlite3.SQLITE_DENY
+    return sqlite3.SQLITE_OK if reads or builds or shows else sqlite3.SQLITE_DENY
 
 
 def make(request: Dict[str, Any]) -> Dict[str, Any]:  # noqa: UP006

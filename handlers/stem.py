@@ -34,8 +34,8 @@ class Stem(Turns):
 
         `choices`: texts in the order of their letters; `answer` is then a letter or one of these texts. `kind`: what
         the answer is; "auto" goes by `choices`, and by what `answer` looks like. For numbers: `unit` where `answer`
-        has none ("3.0e8 m/s" has one), `unit_required`: one without is wrong; `tolerance`, relative, and `absolute`,
-        in that unit.
+        has none ("3.0e8 m/s" has one), `unit_required`: one without is wrong; `tolerance`, relative (not given: 0.01,
+        but 0 for a whole number without a unit, which is a count), and `absolute`, in that unit.
         """
 
         model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
@@ -47,7 +47,7 @@ class Stem(Turns):
         kind: Kind = "auto"
         unit: str = ""
         unit_required: bool = False
-        tolerance: Annotated[float, Field(ge=0, lt=1)] = 0.01
+        tolerance: Annotated[float, Field(ge=0, lt=1)] | None = None
         absolute: Annotated[float, Field(ge=0)] = 0.0
 
     async def init(self, ctx: Context) -> None:
@@ -74,7 +74,9 @@ class Stem(Turns):
         return max(found, key=lambda one: one.value)
 
     def gold(self, task: Stem.Task) -> str:
-        return label_of(task.answer, task.choices) or task.answer
+        found = quantities.read(task.answer) if task.unit else None
+        bare = found is not None and found.unit is None
+        return label_of(task.answer, task.choices) or (f"{task.answer} {task.unit}" if bare else task.answer)
 
 
 def reward(task: Stem.Task, found: dict[str, Any]) -> Reward:
@@ -108,6 +110,8 @@ def _kind_of(gold: str) -> str:
     found = quantities.read(gold)
     if found is not None and not found.rest.strip() and "=" not in gold:
         return "number"
+    if _compound(gold):
+        return "text"
     return "formula" if re.search(r"[\\^=_$]|\d", gold) else "text"
 
 
@@ -125,7 +129,7 @@ def check_answer(task: dict[str, Any], kind: str, reply: str) -> dict[str, Any]:
     if kind == "number":
         why = _why_not(task, golds, said)
         return {"correct": not why, "read": said.text, "why": f"{why or 'within the tolerance'} ({said.where})"}
-    right = plain(said.text) in {plain(gold) for gold in golds}
+    right = any(_same_text(said.text, gold) for gold in golds)
     return {"correct": right, "read": said.text, "why": f"{'the same' if right else 'another'} text ({said.where})"}
 
 
@@ -147,9 +151,11 @@ _CLAIM = re.compile(
     re.IGNORECASE,
 )
 _MENTION = re.compile(
-    r"[(\[]\s*([A-Za-z])\s*[)\]]|\b(?:option|choice)\s+\(?([A-Za-z])(?![\w'])"
+    r"[(\[]\s*([A-Za-z])\s*[)\]]|\b(?:[Oo]ption|[Cc]ho(?:ice|ose)|[Pp]ick|[Ss]elect)(?:\s+is)?[\s:*]+\(?([A-Z])(?![\w'])"
+    r"|\b(?:option|choice)\s+\(?([a-z])(?![\w'])"
     r"|(?:\bor\b|\band\b|,)\s*\(?([A-Z])(?![\w'])"
 )
+_OTHERS = re.compile(r"(?:[\s,;/|&+]*[A-Z]\b)+[\s.]*")
 _ARTICLE = re.compile(r"\s+(?!and\b|or\b)[a-z]")
 
 
@@ -166,8 +172,10 @@ def label_said(said: answers.Said, choices: list[str]) -> str:
         behind = text[claim.end() :]
         article = not marked and claim["letter"] in "AIai" and _ARTICLE.match(behind)
         small = claim["letter"].islower() and not marked and bool(behind.strip(" ."))
+        if choices and plain(behind) and plain(behind) == plain(choices[LABELS.index(letter)]):
+            return letter  # its text may name other choices
         if not article and not small:
-            return letter if mentioned <= {letter} else ""
+            return letter if mentioned <= {letter} and not _OTHERS.fullmatch(behind) else ""
     by_text = label_of(text, choices) if choices else ""
     if by_text:
         return by_text
@@ -176,7 +184,22 @@ def label_said(said: answers.Said, choices: list[str]) -> str:
 
 # -- numbers and texts -----------------------------------------------------------------------------------------------
 
-_MORE = re.compile(r"\s*(?:,|;|or\b|and\b|/)\s*[-+]?\s*[\d.\\]")
+TOLERANCE = 0.01
+"""Relative, of a measured number where the task gives none."""
+
+_COUNT = re.compile(r"[-+]?[\d,]+")
+_MORE = re.compile(r"\s*(?:,|;|or\b|and\b|[/|&])\s*[-+]?\s*[\d.\\]")
+_GOES_ON = re.compile(r"(?!(?:st|nd|rd|th)\b)[A-Za-z!_^(]")
+"""Right behind a number it makes another one, or a formula: "12x", "12!"."""
+
+_MORE_BARE = re.compile(r"\s+[-+]?\d")
+
+
+def _tolerance(task: dict[str, Any], gold: str) -> float:
+    """The task's; else none for a count: a whole number without a unit."""
+    if task["tolerance"] is not None:
+        return float(task["tolerance"])
+    return 0.0 if _COUNT.fullmatch(answers.bare(gold)) and not task["unit"] else TOLERANCE
 
 
 def _unit_of(text: str) -> Unit | None:
@@ -199,11 +222,13 @@ def _why_not(task: dict[str, Any], golds: list[str], said: answers.Said) -> str:
             found = quantities.read(said.text, last=said.where == "the last line")
             if found is None:
                 return "no number is read from it"
-            if _MORE.match(found.rest):
+            if _MORE.match(found.rest) or (found.unit is None and _MORE_BARE.match(found.rest)):
                 return "it names more than one number"
             boxed = said.where.startswith("the last \\boxed")
-            read = [_gold_quantity(task, gold) for gold in golds]
-            whys = [_why_not_this(task, gold, found, boxed=boxed) for gold in read if gold is not None]
+            if boxed and found.unit is None and _GOES_ON.match(found.rest):
+                return f"more than a number stands there: {found.rest[:40]!r} is behind it"
+            read = [(_gold_quantity(task, gold), task | {"tolerance": _tolerance(task, gold)}) for gold in golds]
+            whys = [_why_not_this(about, gold, found, boxed=boxed) for gold, about in read if gold is not None]
             return "" if "" in whys else whys[0]
     except equal.TooSlow:
         return f"reading it takes more than {equal.CPU_SECONDS:g} s"
@@ -228,6 +253,23 @@ def _why_not_this(task: dict[str, Any], gold: Quantity, found: Quantity, *, boxe
         return "its unit measures something else"
     within = found.within(gold, task["tolerance"], task["absolute"])
     return "" if within else f"it lies outside the tolerance of {task['tolerance']:g}"
+
+
+_COMPOUND = re.compile(r"(?=.*\d|.*[a-z].*[A-Z]|.*[A-Z].*[A-Z][a-z])(?:[A-Z][a-z]?|\d|[()\[\]])+(?:\^\d?[-+])?")
+_LOWERED = str.maketrans("\u2080\u2081\u2082\u2083\u2084\u2085\u2086\u2087\u2088\u2089", "0123456789")
+
+
+def _compound(text: str) -> str:
+    """A chemical formula without its markup, capitals kept ("H_2SO_4" is "H2SO4", "Co" is no "CO"); "" for none."""
+    text = answers.bare(text.translate(_LOWERED))
+    for _ in range(3):
+        text = answers.WRAPPED.sub(r"\1", text)
+    text = re.sub(r"\\ce(?=\{)|[_{}\s$]", "", text)
+    return text if len(text) > 1 and text[0] in f"([{LABELS}" and _COMPOUND.fullmatch(text) else ""
+
+
+def _same_text(said: str, gold: str) -> bool:
+    return _compound(said) == _compound(gold) if _compound(gold) else plain(said) == plain(gold)
 
 
 _NOT_TEXT = re.compile(r"[^\w]+")

@@ -102,9 +102,9 @@ _CONSTANTS = frozenset({"G", "R", "Z0", "e0", "u0", "me", "gee", "gees"})
 @functools.cache
 def _units() -> dict[str, Unit]:
     """All names, with their prefixes. The speed of light and the electronvolt are among them, no other constants."""
-    from sympy.physics import units as known  # type: ignore[import-untyped]
-    from sympy.physics.units.prefixes import PREFIXES  # type: ignore[import-untyped]
-    from sympy.physics.units.systems import SI  # type: ignore[import-untyped]
+    from sympy.physics import units as known
+    from sympy.physics.units.prefixes import PREFIXES
+    from sympy.physics.units.systems import SI
 
     system = SI.get_dimension_system()
     found: dict[str, Unit] = {}

@@ -27,8 +27,10 @@ def plain(value: Any, column: str) -> Any:
     they become None, and a map's entry that is None is left out: a Parquet file can't tell the two apart. Raises
     TaskError for what no task can carry (infinity, a number of more than 64 bits, another object).
     """
-    if value is None or isinstance(value, str | bool):
+    if value is None or isinstance(value, bool):
         return value
+    if isinstance(value, str):
+        return str(value)  # numpy's texts are texts, but no type that travels
     if isinstance(value, int):
         if value not in _INTEGERS:
             raise TaskError(f"column {column!r} is {value}: a whole number of more than 64 bits; make it text")

@@ -77,6 +77,8 @@ class Reader:
                     yield task
             except (TaskError, UnknownHandler) as error:
                 raise type(error)(f"{file}, {place.name}: {error}") from None
+            except RecursionError:
+                raise TaskError(f"{file}, {place.name}: it holds itself, or too many lists in one another") from None
 
     def _task(self, place: Place) -> Task:
         mapping, row = self.mapping, place.row

@@ -201,8 +201,9 @@ class Context:
     def policy_of(self, name: str) -> Policy:
         """The policy of another name (a judge): of the section `policies`, or "policy", the one that is trained.
 
-        Its tokens are not in the trajectory unless you add them. Call its `ready` first. Raises ConfigError for a name
-        that is none, PolicyError (tried again) where this call of the handler has no policies.
+        Its tokens are not in the trajectory unless you add them. Call its `ready` first. A RUN attempt that is gone on
+        with asks it anew: what it says then must not lead to other actions, else set `resumable = False`. Raises
+        ConfigError for a name that is none, PolicyError (tried again) where this call of the handler has no policies.
         """
         if self._policies is None:
             raise PolicyError(f"there is no policy {name!r} here: only `async def` methods have one")
@@ -212,8 +213,9 @@ class Context:
         """Call a plain module-level function in a child process; arguments and result are msgpack types.
 
         For whatever computes in an `async def` method (a parser, a comparison): the event loop stays free, and a call
-        that is over `timeout` (s), or whose attempt ends, is killed. Raises TimeoutError; what the function raised
-        comes back as the error that it would be in this stage. In a trial it is called right here, without a limit.
+        that is over `timeout` (s, from when its process has begun), or whose attempt ends, is killed. Raises
+        TimeoutError, and TypeError for what can't be sent; what the function raised comes back as the error that it
+        would be in this stage. In `rollout try` it is called right here, without a limit.
         """
         if self._compute is None:
             return function(*args)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import fields
 from typing import Any
 
@@ -84,13 +85,20 @@ def _unnamed(value: dict[str, Any]) -> str:
 
 def _json(text: str | bytes) -> Any:
     try:
-        return json.loads(text.strip(), parse_constant=_refuse)
+        return json.loads(text.strip(), parse_constant=_refuse, parse_float=_finite)
     except json.JSONDecodeError as error:
         raise TaskError(f"no valid JSON: {error.msg} at column {error.colno}") from None
     except UnicodeDecodeError as error:
         raise TaskError(f"no UTF-8: byte {error.start} is {error.object[error.start]:#04x}") from None
     except (RecursionError, ValueError) as error:
         raise TaskError(f"no valid JSON: {error}") from None
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if math.isinf(value):
+        raise ValueError(f"{digits:.40} is beyond every float")
+    return value
 
 
 def _refuse(name: str) -> Any:

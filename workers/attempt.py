@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -25,12 +26,14 @@ from pipeline.errors import (
     TaskError,
     WorkerLost,
 )
+from pipeline.inspect import attempts_of
 from pipeline.leases import Claim, Failure
 from pipeline.log import AttemptLog
 from workers.children import ChildDied, Children
 from workers.clock import WorkingClock
+from workers.job import EVALUATIONS, Done, Job
 from workers.sandbox.stock import reference_text
-from workers.stages import EVALUATIONS, Done, Job, prepare, process
+from workers.stages import prepare, process
 
 if TYPE_CHECKING:
     from workers.loop import Worker
@@ -46,6 +49,16 @@ def short(text: str) -> str:
     """The text, its middle left out where it is longer than WHY_CHARACTERS."""
     half = WHY_CHARACTERS // 2
     return text if len(text) <= WHY_CHARACTERS else f"{text[:half]} … ({len(text)} characters) … {text[-half:]}"
+
+
+def times_late(attempts: Sequence[dict[str, Any]]) -> int:
+    """How many evaluations were out of time since RUN last committed; other failures of theirs don't count."""
+    count = 0
+    for attempt in reversed(attempts):
+        if attempt["stage"] == Stage.RUN.value:
+            break
+        count += attempt["stage"] == Stage.EVAL.value and attempt.get("kind") == LimitExceeded.kind
+    return count
 
 
 class Attempt:
@@ -177,9 +190,13 @@ class Attempt:
             if data is None:
                 raise EnvelopeError(f"the payload that {claim.payload_token} committed is not there")
             payload = decode_compressed(Payload, data)
+        late = 0
+        if self.stage is Stage.EVAL and claim.attempt > 1:
+            late = times_late(await attempts_of(queue, claim.id))
         return Job(
             stage=self.stage, id=claim.id, token=claim.token, attempt=claim.attempt, envelope=envelope,
             task=decode_compressed(Task, raw), payload=payload, place=bool(claim.place),
+            late=late,
         )  # fmt: skip
 
     # -- results -----------------------------------------------------------------------------------------------------
@@ -253,8 +270,8 @@ class Attempt:
             return Failure(mode="loss", to="init" if had else "", **about)  # INIT makes another one
         if isinstance(error, WorkerLost) and not isinstance(error, ChildDied):
             return Failure(mode="loss", **about)
-        late = self.stage is Stage.EVAL and isinstance(error, LimitExceeded) and self.claim.attempt >= EVALUATIONS
-        if isinstance(error, Fatal) or late:
+        late = self.stage is Stage.EVAL and isinstance(error, LimitExceeded)
+        if isinstance(error, Fatal) or (late and self.job is not None and self.job.late + 1 >= EVALUATIONS):
             return Failure(mode="fatal", **about)
         retry = self.config.retry
         delay = min(retry.backoff * 2.0 ** max(0, self.claim.attempt - 1), retry.backoff_max)

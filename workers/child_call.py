@@ -21,11 +21,23 @@ from pipeline import wire
 from pipeline.config import Config
 from pipeline.connection import connect
 from pipeline.envelope import Envelope, Payload, Stage, Task, from_map, to_map
-from pipeline.errors import Fatal, HandlerError, LineError, Retryable, SandboxGone, Stale, WorkerLost
+from pipeline.errors import (
+    EnvelopeError,
+    EvaluationTimeout,
+    Fatal,
+    HandlerError,
+    LineError,
+    Retryable,
+    SandboxGone,
+    Stale,
+    WorkerLost,
+)
 from pipeline.interfaces import Reward
 from pipeline.log import AttemptLog
 from pipeline.queue import Queue
-from workers.stages import Done, Job, as_reward, collected, context, process, wrapped
+from workers.handler_call import as_reward, collected, context, wrapped
+from workers.job import Done, Job
+from workers.stages import process
 
 _LENGTH = struct.Struct("<Q")
 
@@ -37,7 +49,7 @@ def frame(value: Any) -> bytes:
 
 def job_to_map(job: Job) -> dict[str, Any]:
     about: dict[str, Any] = {"stage": job.stage.value, "id": job.id, "token": job.token, "attempt": job.attempt}
-    about |= {"place": job.place, "made": job.made}
+    about |= {"place": job.place, "made": job.made, "late": job.late}
     return {**about, "envelope": to_map(job.envelope), "task": to_map(job.task), "payload": to_map(job.payload)}
 
 
@@ -52,6 +64,7 @@ def job_from_map(value: dict[str, Any]) -> Job:
         payload=from_map(Payload, value["payload"]),
         place=value["place"],
         made=value["made"],
+        late=value["late"],
     )
 
 
@@ -106,6 +119,7 @@ def _function(request: dict[str, Any], log: AttemptLog) -> dict[str, Any]:
 
 
 async def _stage(request: dict[str, Any], log: AttemptLog) -> dict[str, Any]:
+    from workers.children import Children
     from workers.clock import WorkingClock
     from workers.workshop import close, open_workshop
 
@@ -119,6 +133,9 @@ async def _stage(request: dict[str, Any], log: AttemptLog) -> dict[str, Any]:
             queue = Queue(await stack.enter_async_context(connect(config, name=name)), config)
         shop = await open_workshop(config, request["path"], children=False, queue=queue, worker=name)
         stack.push_async_callback(close, shop)
+        calls = Children(config, request["path"])  # what it computes must be as easy to kill here as in a worker
+        stack.callback(calls.close)
+        shop.compute = calls.function
         return _done_to_map(await process(job, shop, log, WorkingClock(request["limit"])))
 
 
@@ -132,8 +149,10 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
             result = (_function if "function" in request else _method)(request, log)
         return {**result, "log": log.tail}
     except LineError as error:
-        gone = isinstance(error, SandboxGone)
-        return {"error": str(error), "kind": error.kind, "gone": gone, "log": log.tail}
+        told: dict[str, Any] = {"error": str(error), "kind": error.kind, "log": log.tail}
+        if isinstance(error, EvaluationTimeout):
+            told["late"] = error.evidence
+        return {**told, "gone": isinstance(error, SandboxGone)}
     except Exception as error:  # the far side can't see our traceback otherwise
         log.keep(traceback.format_exc())
         return {"error": f"{type(error).__name__}: {error}", "kind": HandlerError.kind, "log": log.tail}
@@ -148,7 +167,13 @@ def serve(sock: socket.socket, told: Sequence[int] = ()) -> None:
     if told:  # what the handler started got the signal too and may have died of it: its score is none
         why = f"signal {told[0]} reached the handler's process while it ran"
         reply = {"error": why, "kind": WorkerLost.kind, "log": reply["log"]}
-    sock.sendall(frame(reply))
+    try:
+        answered = frame(reply)
+    except EnvelopeError as error:
+        what = request.get("function") or request.get("method") or request["job"]["stage"]
+        why = f"what {what} gives back can't leave its process: {error}"
+        answered = frame({"error": why, "kind": HandlerError.kind, "log": reply["log"]})
+    sock.sendall(answered)
 
 
 def _exactly(sock: socket.socket, size: int) -> bytes:

@@ -161,7 +161,7 @@ def main() -> None:
             return
         if message[:1] == b"P":
             _import(message[1:].decode().split())
-            ours |= _in_our_session(_children())
+            ours |= _in_our_session(_children() - living)  # a call that begins is in our session for a moment
             continue
         if message[:1] == b"K":
             pid = int(message[1:])

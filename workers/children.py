@@ -17,11 +17,21 @@ import handlers
 from pipeline import wire
 from pipeline.config import Config
 from pipeline.envelope import Payload, from_map
-from pipeline.errors import GraderError, HandlerError, SandboxGone, Stale, WorkerLost, by_kind
-from pipeline.interfaces import AgentHandler, Reward
+from pipeline.errors import (
+    EnvelopeError,
+    EvaluationTimeout,
+    GraderError,
+    HandlerError,
+    SandboxGone,
+    Stale,
+    WorkerLost,
+    by_kind,
+)
+from pipeline.interfaces import Reward
 from pipeline.log import AttemptLog
 from workers.child_call import done_from_map, frame, job_to_map, reward_from_map
-from workers.stages import Done, Job, artifacts_of
+from workers.handler_call import artifacts_of
+from workers.job import Done, Job
 
 LAST_BYTES = 5.0
 """Seconds that a call's reply may still be on its way after the call has ended."""
@@ -53,11 +63,15 @@ class Children:
         self._worker = worker
         self._path = handlers_path
         self._preload = preload
+        self._needs: dict[str, frozenset[str]] = {}
+        """Handler -> modules that its calls need."""
         self._imported: set[str] = set()
         """What the child server has imported: each module with the first call that needs it."""
         self._control: socket.socket | None = None
         self._server: subprocess.Popen[bytes] | None = None
         self._ends: dict[int, asyncio.Future[int]] = {}
+        self._doomed: set[int] = set()
+        """Calls that the server is still to be told to kill."""
         self._starting = asyncio.Lock()
 
     async def method(self, job: Job, name: str, log: AttemptLog) -> tuple[Payload, Reward | None]:
@@ -69,7 +83,7 @@ class Children:
             "max_turns": self._config.policy.max_turns,
             "artifacts": str(artifacts_of(self._config, job.id) or ""),
         }
-        reply = await self._call(request, log)
+        reply = await self._call(request, job.task.handler, log)
         return from_map(Payload, reply["payload"]), reward_from_map(reply["reward"])
 
     async def function(
@@ -77,7 +91,8 @@ class Children:
     ) -> Any:
         """Call a module-level function for one stage of the job. Raises TimeoutError (it was killed), else as `method`.
 
-        Raises TypeError for a function that a child can't find by its name.
+        `timeout` (s) begins when the child does: what it waited for its turn says nothing about what it computes.
+        Raises TypeError for a function that a child can't find by its name, or for arguments that can't travel.
         """
         request = {
             "job": {"id": job.id, "stage": job.stage.value},
@@ -86,8 +101,7 @@ class Children:
             "function": handlers.name_of(function),
             "args": list(args),
         }
-        async with asyncio.timeout(timeout):
-            return (await self._call(request, log))["result"]
+        return (await self._call(request, job.task.handler, log, timeout))["result"]
 
     async def stage(self, job: Job, limit: float, log: AttemptLog) -> Done:
         """Run a whole stage alone in a child. Raises ChildDied when it died: that is this rollout's own doing."""
@@ -99,13 +113,17 @@ class Children:
             "limit": limit,
             "worker": self._worker,
         }
-        return done_from_map(await self._call(request, log))
+        return done_from_map(await self._call(request, job.task.handler, log))
 
-    async def _call(self, request: dict[str, Any], log: AttemptLog) -> dict[str, Any]:
+    async def _call(
+        self, request: dict[str, Any], handler: str, log: AttemptLog, timeout: float | None = None
+    ) -> dict[str, Any]:
+        try:
+            asked = frame(request)
+        except EnvelopeError as error:
+            raise TypeError(f"a child process can't be sent this: {error}") from None
         control = await self._running()
-        await self._import(
-            control, handlers.load(request.get("handler") or request["job"]["task"]["handler"], self._path)
-        )
+        await self._import(control, handler)
         ours, theirs = socket.socketpair()
         log_read, log_write = os.pipe()
         said = os.fdopen(log_read, "rb", 0)
@@ -120,9 +138,10 @@ class Children:
         try:
             pid = struct.unpack("i", await reader.readexactly(4))[0]
             ended = self._ends[pid] = asyncio.get_running_loop().create_future()
-            writer.write(frame(request))
+            writer.write(asked)
             try:
-                reply = await _reply(reader, ended)
+                async with asyncio.timeout(timeout):
+                    reply = await _reply(reader, ended)
             except (asyncio.IncompleteReadError, ConnectionError):
                 raise await _end_of(ended, request["job"]["stage"]) from None
             await asyncio.wait({drain}, timeout=0.2)
@@ -138,24 +157,43 @@ class Children:
                 raise SandboxGone(str(reply["error"]))
             if reply["kind"] == Stale.kind:
                 raise Stale(str(reply["error"]))
+            if "late" in reply:
+                raise EvaluationTimeout(str(reply["error"]), reply["late"])
             error_of = by_kind(str(reply["kind"]), str(reply["error"]))
             raise error_of or HandlerError(str(reply["error"]))
         return dict(reply)
 
-    async def _import(self, control: socket.socket, handler: AgentHandler) -> None:
+    async def _import(self, control: socket.socket, handler: str) -> None:
         """Have the server import what the handler's calls need, so that each fork has it; a worker of few families
         stays small."""
-        new = set(handler.preload) - self._imported
+        if handler not in self._needs:
+            self._needs[handler] = frozenset(handlers.load(handler, self._path).preload)
+        new = self._needs[handler] - self._imported
         if new:
-            self._imported |= new
             await _send(control, b"P" + " ".join(sorted(new)).encode(), [])
+            self._imported |= new
 
     def _kill(self, pid: int) -> None:
         """Ask the server to kill a call that has not ended; it alone knows that the pid is still that call's."""
         ended = self._ends.pop(pid, None)
-        if pid and (ended is None or not ended.done()) and self._control is not None:
-            with contextlib.suppress(OSError):
+        if pid and (ended is None or not ended.done()):
+            self._doomed.add(pid)
+            self._send_kills()
+
+    def _send_kills(self) -> None:
+        """The control socket holds some hundred messages, and the server may be at an import: what does not go now
+        goes later, for a call that spins ends in no other way."""
+        while self._doomed and self._control is not None:
+            pid = next(iter(self._doomed))
+            try:
                 self._control.send(b"K%d" % pid)
+            except BlockingIOError:
+                asyncio.get_running_loop().call_later(0.01, self._send_kills)
+                return
+            except OSError:  # the server is gone, and its calls with it
+                self._doomed.clear()
+                return
+            self._doomed.discard(pid)
 
     async def warm(self) -> None:
         """Start the child server before the first call needs it: its imports take a second or two."""
@@ -167,6 +205,7 @@ class Children:
                 return self._control
             self.close()
             self._imported = set(self._preload)
+            self._doomed.clear()
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             command = [sys.executable, "-P", "-m", "workers.child_server", str(theirs.fileno()), *self._preload]
             self._server = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=_clean())
@@ -183,6 +222,7 @@ class Children:
                 asyncio.get_running_loop().remove_reader(control)
                 return
             pid, status = struct.unpack("ii", message)
+            self._doomed.discard(pid)
             ended = self._ends.get(pid)
             if ended is not None and not ended.done():
                 ended.set_result(status)

@@ -15,7 +15,7 @@ from pipeline.envelope import Payload, Task, decode_compressed
 from pipeline.errors import EnvelopeError, TaskError
 from pipeline.queue import Queue
 from pipeline.trajectory import Trajectory
-from workers.stages import artifacts_of
+from workers.handler_call import artifacts_of
 
 MOST_FILES = 100
 

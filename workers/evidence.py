@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-_CONTROLS = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
+_CONTROLS = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+"""What steers a terminal or turns the direction of text, and halves of characters, which no output takes."""
 
 Kind = Literal["why", "fact", "list", "table", "block", "json"]
 
@@ -85,7 +86,10 @@ def _item(name: str, value: Any, evidence: dict[str, Any]) -> Item:
             return Item(name, "table", [head, *shown], _more(len(rows)))
     if isinstance(value, dict) and value and all(_is_scalar(item) for item in value.values()):
         return Item(name, "table", [["", ""], *([str(key), cut(scalar(item), 1000)] for key, item in value.items())])
-    text = clean(json.dumps(value, ensure_ascii=False, indent=2, default=scalar))
+    try:
+        text = clean(json.dumps(value, ensure_ascii=False, indent=2, default=scalar))
+    except (RecursionError, ValueError, TypeError) as error:  # a handler may put in anything
+        return Item(name, "fact", f"{type(value).__name__} that can't be shown: {error}")
     return Item(name, "json", text[:JSON], f"{len(text)} characters, the first {JSON} are shown" * (len(text) > JSON))
 
 

@@ -42,8 +42,7 @@ class Hosting:
             raise
         self.host, shop.host, shop.stock = host, host, host.stock
         for handler in known:
-            if shop.handler(handler).sandbox is not None:
-                await queue.note_place(handler, True)
+            await queue.note_place(handler, shop.handler(handler).acts)
 
     def places(self) -> Places:
         """Free places, for the next claim."""

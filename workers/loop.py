@@ -26,8 +26,9 @@ from pipeline.queue import Queue
 from workers.attempt import Attempt
 from workers.children import Children
 from workers.hosting import Hosting
+from workers.job import Done
 from workers.metrics import Metrics
-from workers.stages import Done, Workshop
+from workers.stages import Workshop
 from workers.upkeep import Held, Upkeep
 from workers.workshop import close, handlers_path, open_workshop
 

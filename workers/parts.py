@@ -10,7 +10,7 @@ from pipeline.interfaces import Reward
 from pipeline.log import AttemptLog
 
 if TYPE_CHECKING:
-    from workers.stages import Job
+    from workers.job import Job
 
 
 class Near(Protocol):

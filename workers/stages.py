@@ -8,17 +8,14 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-import traceback
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import handlers
-from pipeline.builder import TrajectoryBuilder
 from pipeline.config import TRAINED, Config
-from pipeline.envelope import Envelope, Payload, Stage, Task
+from pipeline.envelope import Envelope, Payload, Stage
 from pipeline.errors import (
     ContextFull,
     EvaluationTimeout,
@@ -31,44 +28,21 @@ from pipeline.errors import (
     Retryable,
     Stale,
 )
-from pipeline.interfaces import AgentHandler, Context, Policy, Reward
+from pipeline.interfaces import AgentHandler, Policy, Reward
 from pipeline.log import AttemptLog
 from workers.clock import WorkingClock
+from workers.handler_call import artifacts_of, as_reward, collected, context, wrapped
+from workers.job import EVALUATIONS, Done, Job
 from workers.parts import Caller, Hosts, Near, Stock
 from workers.replay import Journaled, Replay
-
-EVALUATIONS = 2
-"""An evaluation that is out of time is done so often; more would only take places from others."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """One attempt's input. `place`: INIT may make a sandbox; `made`: reference of the one that is there already."""
-
-    stage: Stage
-    id: str
-    token: str
-    attempt: int
-    envelope: Envelope
-    task: Task
-    payload: Payload
-    place: bool = False
-    made: dict[str, Any] | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Done:
-    """One attempt's result. `payload` None keeps the one that is there; the envelope names the sandbox that is kept."""
-
-    envelope: Envelope
-    payload: Payload | None = None
-    reward: Reward | None = None
-    restart: str = ""
 
 
 @dataclass(kw_only=True)
 class Workshop:
-    """What a worker process has for all its attempts. `children` None: plain methods run right here (in a child)."""
+    """What a worker process has for all its attempts. `children` None: plain methods run right here (in a child).
+
+    `compute`: calls a function in a child; None calls it right here (a trial).
+    """
 
     config: Config
     handlers_path: str | None = None
@@ -80,6 +54,7 @@ class Workshop:
     open_policy: Callable[[str], Any] | None = None
     policies: dict[str, Any] = field(default_factory=dict)
     children: Caller | None = None
+    compute: Callable[..., Awaitable[Any]] | None = None
     _handlers: dict[str, AgentHandler] = field(default_factory=dict)
     _digests: dict[str, str] = field(default_factory=dict)
     _opening: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -170,8 +145,22 @@ async def prepare(job: Job, handler: AgentHandler, shop: Workshop) -> Near:
     if not job.place:
         raise NeedsPlace(f"{job.task.handler} needs a sandbox: the rollout waits for a host with room")
     stock = await shop.need_stock()
-    asked = handler.sandbox_for(handlers.check_task(handler, job.task.data))
+    asked = _asked(handler, job)
     return await stock.prepare(asked, id=job.id, token=job.token, lane=job.envelope.lane)
+
+
+def _asked(handler: AgentHandler, job: Job) -> dict[str, Any]:
+    """The sandbox that this task wants. Raises what `sandbox_for` raises, as an error of the line."""
+    task = handlers.check_task(handler, job.task.data)
+    try:
+        asked = handler.sandbox_for(task)
+    except (Retryable, Fatal):
+        raise
+    except Exception as error:
+        raise HandlerError(f"{job.task.handler}.sandbox_for raised {type(error).__name__}: {error}") from error
+    if not isinstance(asked, dict):
+        raise HandlerError(f"{job.task.handler}.sandbox_for gave {asked!r:.80}: it must give a map of settings")
+    return asked
 
 
 async def _run(job: Job, handler: AgentHandler, shop: Workshop, log: AttemptLog, clock: WorkingClock) -> Done:
@@ -206,7 +195,7 @@ def _timed_out(job: Job, error: EvaluationTimeout, shop: Workshop, log: AttemptL
     told = dict(error.evidence)
     said = told.pop("log", "")  # before the rest: of a long log the head may go
     log.keep(f"{said}\n{error}\nwhat had run: {json.dumps(told, default=str, ensure_ascii=False)}\n")
-    if job.attempt < EVALUATIONS or shop.config.limits.eval_timeout != "zero" or not is_validated(job, shop):
+    if job.late + 1 < EVALUATIONS or shop.config.limits.eval_timeout != "zero" or not is_validated(job, shop):
         raise error
     return Reward(value=0.0, parts={"timeout": 1.0}, evidence={"why": str(error), **error.evidence})
 
@@ -266,8 +255,8 @@ async def _call(
     ctx = context(job, handler, log, shop.config.policy.max_turns, artifacts_of(shop.config, job.id))
     ctx.sandbox, ctx._policy = sandbox, shop.policy_for(job, clock)
     ctx._policies = partial(shop.policy_named, job, clock)
-    if shop.children is not None:
-        ctx._compute = partial(shop.children.function, job, log)
+    if shop.compute is not None:
+        ctx._compute = partial(shop.compute, job, log)
     if method == "run" and handler.resumable and ctx._policy is not None and isinstance(sandbox, Journaled):
         ctx._policy = Replay(ctx._policy, sandbox)
     ctx.deadline = clock.limit
@@ -295,63 +284,3 @@ def _check_whole(*parts: Any) -> None:
         broken = getattr(part, "broken", None)
         if isinstance(broken, LineError):
             raise broken
-
-
-def artifacts_of(config: Config, id: str) -> Path | None:
-    """The folder of one rollout's artifacts; None where none are kept."""
-    folder = config.artifacts.folder
-    return config.path_of(folder) / config.line.name / id.replace("/", "_") if folder else None
-
-
-def context(job: Job, handler: AgentHandler, log: AttemptLog, max_turns: int, artifacts: Path | None = None) -> Context:
-    """The handler's view of a job; no sandbox and no policy yet."""
-    trajectory = job.payload.trajectory if job.stage is Stage.EVAL else None
-    builder = TrajectoryBuilder.of(trajectory) if trajectory is not None else TrajectoryBuilder()
-    builder.truncated = job.payload.truncated
-    return Context(
-        id=job.id,
-        group=job.envelope.group,
-        sample=job.envelope.sample,
-        lane=job.envelope.lane,
-        attempt=job.attempt,
-        task=handlers.check_task(handler, job.task.data),
-        log=log,
-        sampling=dict(job.task.sampling),
-        limits=dict(job.task.limits),
-        state=dict(job.payload.state),
-        trajectory=builder,
-        max_turns=int(job.task.limits.get("max_turns", max_turns)),
-        _artifacts=artifacts,
-    )
-
-
-def collected(job: Job, ctx: Context) -> Payload:
-    """What the method left behind, as the next stage's payload."""
-    if job.stage is Stage.RUN:
-        return replace(
-            job.payload, state=ctx.state, trajectory=ctx.trajectory.build(), truncated=ctx.trajectory.truncated
-        )
-    return replace(job.payload, state=ctx.state)
-
-
-def as_reward(job: Job, answer: Any) -> Reward | None:
-    """A handler's score as a Reward. Raises GraderError for what is no finite number."""
-    if answer is None:
-        return None
-    value = answer.value if isinstance(answer, Reward) else answer
-    try:
-        number = float(None if isinstance(value, str | bytes) else value)  # type: ignore[arg-type]
-    except (TypeError, ValueError, OverflowError):
-        raise GraderError(
-            f"{job.task.handler}.eval returned {value!r:.80}: it must return a number or a Reward"
-        ) from None
-    if not abs(number) < float("inf"):
-        raise GraderError(f"{job.task.handler}.eval returned {value!r:.80}: a reward must be a finite number")
-    return replace(answer, value=number) if isinstance(answer, Reward) else Reward(value=number)
-
-
-def wrapped(handler: str, stage: Stage, error: BaseException, log: AttemptLog) -> LineError:
-    """A handler's plain Python error: it ends the rollout in INIT and RUN, in EVAL the grader is tried again."""
-    log.keep("".join(traceback.format_exception(error)))
-    what = f"{handler}.{stage} raised {type(error).__name__}: {error}"
-    return GraderError(what) if stage is Stage.EVAL else HandlerError(what)

@@ -18,13 +18,14 @@ from rich.text import Text
 
 from pipeline.config import Config
 from pipeline.envelope import NEXT, Envelope, Payload, Stage, Task
-from pipeline.errors import HandlerError, LimitExceeded, LineError
+from pipeline.errors import HandlerError, LimitExceeded, LineError, TaskError
 from pipeline.interfaces import Completion, Reward
 from pipeline.log import AttemptLog
 from workers import view
 from workers.clock import WorkingClock
+from workers.job import Done, Job
 from workers.policy import scripted, tokenizer
-from workers.stages import Done, Job, Workshop, process
+from workers.stages import Workshop, process
 from workers.workshop import close, handlers_path, open_workshop
 
 HOME = Path(__file__).resolve().parents[1]
@@ -89,7 +90,9 @@ def _print(text: Text, end: str = "\n") -> None:
     view.console().print(text, end=end, soft_wrap=True)
 
 
-def policy_for(config: Config, answers: dict[str, Any], stack: ExitStack) -> tuple[Config, scripted.Options | None]:
+def policy_for(
+    config: Config, answers: dict[str, Any], stack: ExitStack, says: str = ""
+) -> tuple[Config, scripted.Options | None]:
     """The configuration with a tokenizer, and how to start a scripted policy: None where there is a real one."""
     if config.policy.url:
         return config.changed({"limits.policy_wait": min(config.limits.policy_wait, WAIT_SECONDS)}), None
@@ -97,7 +100,7 @@ def policy_for(config: Config, answers: dict[str, Any], stack: ExitStack) -> tup
     made = tokenizer.make(folder)
     chosen = {"policy.tokenizer": str(folder), "policy.renderer": "qwen3"}
     return config.changed(chosen), scripted.Options(
-        tokenizer=made, answers=answers, model=config.policy.model, p_correct=1.0
+        tokenizer=made, answers=answers, model=config.policy.model, p_correct=1.0, says=says
     )
 
 
@@ -196,7 +199,7 @@ def users_traceback(failed: LineError) -> str:
     sandbox, the policy, a setting or an image, whose sentence says it all.
     """
     error = failed.__cause__ or failed
-    frames = users_frames(error)
+    frames = [] if isinstance(failed, TaskError) else users_frames(error)  # the task is wrong, no code is
     if not frames:
         raised = isinstance(failed, HandlerError) and not isinstance(error, LineError)
         return "".join(traceback.format_exception(error)) if raised else ""

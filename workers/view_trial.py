@@ -13,11 +13,15 @@ from workers.policy.scripted_speech import NAME
 from workers.trial import Trial, users_traceback
 
 
-def show(trial: Trial, task: Task, *, whole: bool, scripted: bool) -> None:
-    """`whole`: the whole traceback. Turns of a policy were printed as they came."""
+def show(trial: Trial, task: Task, *, whole: bool, scripted: str) -> None:
+    """`whole`: the whole traceback. Turns of a policy were printed as they came.
+
+    `scripted`: "right" where a scripted policy spoke that knew the answer, "other" where it did not, "" for a model.
+    """
     console = view.console()
     if scripted and trial.spoke:
-        console.print(f"(the replies come from a {NAME}; here it always knows the answer)", markup=False)
+        knows = "here it always knows the answer" if scripted == "right" else "it knew no right answer (`gold`)"
+        console.print(f"(the replies come from a {NAME}; {knows})", markup=False)
     if trial.payload.trajectory and not trial.spoke:
         console.print(view.coloured(trial.payload.trajectory, None), soft_wrap=True)
     if trial.failed is not None:

@@ -64,6 +64,7 @@ async def open_workshop(
             lambda: _alone(config, shop.policy),
             worker if queue is not None else "",
         )
+        shop.compute = shop.children.function
     return shop
 
 

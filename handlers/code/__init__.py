@@ -7,7 +7,7 @@ from typing import Any, ClassVar, cast
 from handlers.code.blocks import last_block
 from handlers.code.judge import judge
 from handlers.code.task import CodeTask, tests_of
-from handlers.turns import Turns
+from handlers.turns import Turns, as_messages
 from pipeline.interfaces import Context, Message, Reward
 
 __all__ = ["Code"]
@@ -35,10 +35,13 @@ class Code(Turns):
 
     def init(self, ctx: Context) -> None:  # type: ignore[override]
         """In a child process, as reading the tests may take long. Raises TaskError."""
-        tests_of(ctx.task.model_dump())
+        ctx.state["function"] = _function(ctx.task)
+
+    def messages(self, ctx: Context) -> list[Message]:
+        return as_messages(_prompt(ctx.task, str(ctx.state["function"])))
 
     def prompt(self, task: CodeTask) -> str | list[Message]:
-        return cast("str | list[Message]", task.prompt or _asked(task))
+        return _prompt(task, _function(task))
 
     async def eval(self, ctx: Context) -> Reward:
         language = ctx.task.how()
@@ -57,15 +60,22 @@ class Code(Turns):
         return [{"role": "assistant", "content": f"```{task.language}\n{program.strip()}\n```"}]
 
 
-def _asked(task: CodeTask) -> str:
+def _function(task: CodeTask) -> str:
+    """The function that the tests call, wherever the dataset names it; "" for a program."""
+    return next((test.fn for test in tests_of(task.model_dump()) if test.fn), "")
+
+
+def _prompt(task: CodeTask, function: str) -> str | list[Message]:
+    return cast("str | list[Message]", task.prompt or _asked(task, function))
+
+
+def _asked(task: CodeTask, function: str) -> str:
     parts = [task.question.strip() or task.question_content.strip()]
     if task.starter_code and task.starter_code.strip():
         parts.append(f"Complete this code:\n\n```{task.language}\n{task.starter_code.strip()}\n```")
         parts.append(f"Put the whole code into one ```{task.language} block.")
-    elif task.fn_name:
-        parts.append(
-            f"Write a {task.language} function `{task.fn_name}`, and put it into one ```{task.language} block."
-        )
+    elif function:
+        parts.append(f"Write a {task.language} function `{function}`, and put it into one ```{task.language} block.")
     else:
         parts.append(
             f"Write a {task.language} program that reads from standard input and writes to standard output. Put the "

@@ -24,7 +24,7 @@ CHUNK = 8 << 20
 SLACK = 60.0
 """Seconds beyond a test's own limit without a record, after which the runner is taken for broken."""
 
-COMPILE = 130.0
+COMPILE = 70.0
 """Seconds that the compiler may take, a little more than the runner allows."""
 
 SHARE = 0.9

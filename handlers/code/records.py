@@ -116,7 +116,7 @@ def how_it_ended(told: dict[str, Any], called: bool = False) -> str:
         "exit": f"{'the function raised, or ended the process' if called else 'the program failed'} "
         f"(exit code {told['code']})",
         "signal": f"the program was killed by signal {-told['code']}",
-        "cpu": f"over the CPU time limit ({told['cpu']} s)",
+        "cpu": f"over the limit of CPU time, after {told['cpu']} s of it",
         "wall": f"still running after {told['seconds']} s",
         "output": "it printed too much",
         "silent": "the process ended before the function returned",

@@ -35,7 +35,7 @@ LOOK = 0.2  # s between two looks at how much a running program has written
 CLEAR = 10.0  # s in which what a program left must be gone
 SHOWN = 1000  # bytes of the output of a program that ended wrongly
 TAIL = 2000  # bytes of stderr
-COMPILE_CPU, COMPILE_WALL, COMPILE_OUTPUT = 60.0, 120.0, MB
+COMPILE_CPU, COMPILE_WALL, COMPILE_OUTPUT, COMPILE_MEMORY = 30.0, 61.0, MB, 2048 * MB
 ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
@@ -109,7 +109,8 @@ class Program:
         """Run the compiler; what it made belongs to the files from now on."""
         folder = self.folder()
         try:
-            ran = execute(_filled(self.compile, folder), folder, b"", COMPILE_CPU, COMPILE_WALL, COMPILE_OUTPUT, 0)
+            limits = COMPILE_CPU, COMPILE_WALL, COMPILE_OUTPUT, COMPILE_MEMORY
+            ran = execute(_filled(self.compile, folder), folder, b"", *limits)
             self.files = {
                 name: (stat.S_IMODE(os.stat(os.path.join(folder, name)).st_mode), _bytes(os.path.join(folder, name)))
                 for name in os.listdir(folder)
@@ -264,7 +265,7 @@ def make_folder(path: str) -> None:
 def _limit(seconds: float, most: int, memory: int) -> None:
     os.setsid()
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
-    whole = max(1, math.ceil(seconds))
+    whole = math.ceil(1.25 * seconds)  # the kernel counts in whole seconds, and some count too fast
     _lower(resource.RLIMIT_CPU, whole, whole + 1)
     _lower(resource.RLIMIT_CORE, 0)
     _lower(resource.RLIMIT_FSIZE, most + 16 * MB)

@@ -187,6 +187,8 @@ def _of_row(row: dict[str, Any], named: str, field: str) -> Test:
     right = next((row[key] for key in ("expected", "output", "expected_output") if key in row), _MISSING)
     if right is _MISSING:
         raise TaskError(f"{field} has no `output` and no `expected`")
+    if not row.keys() & {"input", "args", "kwargs"}:
+        raise TaskError(f"{field} has no `input` and no `args`; it has: {', '.join(row)}")
     others = list(row.get("alternatives") or [])
     if not name:
         return Test("", _lines(row.get("input", row.get("args", ""))), [_lines(item) for item in (right, *others)])

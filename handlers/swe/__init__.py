@@ -13,7 +13,7 @@ from handlers.swe.evaluate import evaluate
 from handlers.swe.left_out import choose
 from handlers.swe.patch import take
 from handlers.swe.repository import prepare
-from handlers.swe.task import SweTask, image_of, log_parser_of, prelude_of, test_command_of, test_files
+from handlers.swe.task import SweTask, fail_to_pass, image_of, log_parser_of, prelude_of, test_command_of, test_files
 from handlers.swe.verdict import check_parser
 from handlers.tools import Over, tool
 from handlers.turns import Turns
@@ -52,6 +52,7 @@ class Swe(Turns):
     async def init(self, ctx: Context) -> None:
         check_parser(log_parser_of(ctx.task))
         test_command_of(ctx.task)
+        fail_to_pass(ctx.task)
         assert ctx.sandbox is not None
         ready = await prepare(ctx.sandbox, ctx.task)
         ctx.state.update(start=ready.start, git=ready.git)

@@ -63,6 +63,6 @@ git diff "${asked[@]}" "$BASE" -- > "$OUT" || broken
 size=$(wc -c < "$OUT")
 [ "$size" -le "$MOST" ] || why "the patch has $size bytes, more than the $MOST that are taken"
 unset GIT_LITERAL_PATHSPECS
-git diff "${asked[@]}" -U1000000 "$BASE" -- ':(glob)**/setup.cfg' ':(glob)**/pyproject.toml' > "$OUT.whole" || broken
-[ "$(wc -c < "$OUT.whole")" -le "$MOST" ] || why "setup.cfg or pyproject.toml became larger than $MOST bytes"
+git diff "${asked[@]}" -U1000000 "$BASE" -- ':(glob)**/setup.cfg' ':(glob)**/pyproject.toml' ':(glob)**/package.json' > "$OUT.whole" || broken
+[ "$(wc -c < "$OUT.whole")" -le "$MOST" ] || why "setup.cfg, pyproject.toml or package.json became larger than $MOST bytes"
 printf 'out=%s\n' "$OUT"

@@ -6,12 +6,18 @@ Pure functions. A diff is never decoded: paths are, with what is no UTF-8 kept a
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 HEAD = b"diff --git "
 
 _PATH_LINES = (b"--- ", b"+++ ", b"rename from ", b"rename to ", b"copy from ", b"copy to ")
+_HEADER = (
+    b"index ", b"old mode ", b"new mode ", b"new file mode ", b"deleted file mode ", b"similarity index ",
+    b"dissimilarity index ", *_PATH_LINES,
+)  # fmt: skip
+_HUNK = re.compile(rb"@@ -\d+(?:,(\d+))? \+\d+(?:,(\d+))? @@")
+_BINARY = re.compile(rb"(literal|delta) \d+|[A-Za-z][^ \r]+")
 _ESCAPE = re.compile(rb'\\([0-7]{3}|["\\abfnrtv])')
 _ESCAPED = dict(zip(b'"\\abfnrtv', b'"\\\a\b\f\n\r\t\v', strict=True))
 
@@ -54,6 +60,41 @@ def without(diff: bytes, unwanted: Iterable[str] | Callable[[str], bool]) -> tup
         else:
             kept.append(part.data)
     return b"".join(kept), sorted(left_out)
+
+
+def check(diff: bytes) -> None:
+    """Raises ValueError where a part holds more than the change of its one file.
+
+    Git also applies a plain diff that stands behind another's last line; `split` doesn't see such a file.
+    """
+    for part in split(diff):
+        lines = iter(part.data.split(b"\n")[1:])
+        seen: set[bytes] = set()
+        for line in lines:
+            known = next((word for word in _HEADER if line.startswith(word)), b"")
+            if line.startswith(b"@@ -"):
+                _pass_hunk(line, lines, part.path)
+            elif line == b"GIT binary patch":
+                seen.add(b"binary")
+            elif known and known not in seen and not seen & {b"hunk", b"binary"}:
+                seen.add(known)
+                continue
+            elif not (line == b"" or line.startswith(b"\\") or (b"binary" in seen and _BINARY.fullmatch(line))):
+                raise ValueError(f"the diff of {part.path} holds a line that belongs to no change of it: {line!r:.100}")
+            seen.add(b"hunk")
+
+
+def _pass_hunk(head: bytes, lines: Iterator[bytes], path: str) -> None:
+    counts = _HUNK.match(head)
+    if not counts:
+        raise ValueError(f"the diff of {path} has a hunk that can't be read: {head!r:.100}")
+    old, new = (int(counts[at] or 1) for at in (1, 2))
+    while old > 0 or new > 0:
+        line = next(lines, None)
+        if line is None or line[:1] not in (b"", b" ", b"-", b"+", b"\\"):
+            raise ValueError(f"the diff of {path} has a hunk that is not whole: {head!r:.100}")
+        old -= line[:1] in (b"", b" ", b"-")
+        new -= line[:1] in (b"", b" ", b"+")
 
 
 def paths_of(diff: bytes) -> list[str]:

@@ -6,11 +6,12 @@ right patch (the task's own) is run in the same sandbox, and only if tests pass 
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterable
 from typing import Any
 
-from handlers.swe.diff import paths_of, without
+from handlers.swe.diff import check, paths_of, split, without
 from handlers.swe.left_out import choose
 from handlers.swe.repository import prepare
 from handlers.swe.task import SweTask, fail_to_pass, log_parser_of, pass_to_pass, test_files
@@ -22,8 +23,16 @@ from pipeline.interfaces import Context, Reward
 TAIL = 4000
 """Characters of the log in the evidence, from its end."""
 
+LONGEST = 500
+"""Characters of a sentence or a name in the evidence."""
+
+COLOURS = re.compile(r"\x1b\[[0-9;?]*[@-~]|\r(?=\n)")
+
 SPARE = 10.0
 """Seconds of the stage's limit that are kept for what comes after the tests."""
+
+MACHINERY = re.compile(rb"^\+.*(\b(import|from)\s+_?pytest|\bdef\s+pytest_|pluggy|meta_path)", re.MULTILINE)
+"""Where the right patch adds such a line, the file is a plugin of pytest's or one of import's."""
 
 JUDGE_SECONDS = 120.0
 """For reading the log and the report; patterns on what a policy wrote may take for ever."""
@@ -48,6 +57,8 @@ class Evaluation:
         self._parser = check_parser(log_parser_of(ctx.task))
         self._began = time.monotonic()
         self._ran = False
+        self._limit = 0.0
+        self._kept = ""
         self._left_out = [str(path) for path in ctx.state.get("left_out", [])]
 
     async def reward(self) -> Reward:
@@ -74,6 +85,7 @@ class Evaluation:
         except PatchFailed as error:
             return self._zero(f"patch-failed: the patch does not apply to the base commit: {error}", applies=0.0)
         kept = ctx.keep("test.log", run.log)
+        self._kept = ctx.keep("patch.diff", patch)
         try:
             verdict = await self._judge(run)
         except TimeoutError:
@@ -87,7 +99,7 @@ class Evaluation:
         if not verdict["passed"] and ctx.attempt == 1 and (wrong := await self._control()):
             raise GraderError(f"{wrong}; with the rollout's patch: {verdict['why']}")
         if not verdict["passed"] and not verdict["forged"]:
-            evidence["why"] = f"{verdict['why']} (tests do pass with the right patch)"
+            evidence["why"] = f"{evidence['why']} (tests do pass with the right patch)"
         if verdict["resolved"] and not chosen["patch"].strip():
             raise TaskError(f"{self._task.instance_id}: its tests pass with nothing changed, so it teaches nothing")
         return Reward(
@@ -103,9 +115,10 @@ class Evaluation:
 
     async def _run(self, patch: bytes, changed: Iterable[str] = ()) -> Run:
         assert self._ctx.sandbox is not None
+        self._limit = round(self._seconds(), 1)
         run = await run_tests(
             self._ctx.sandbox, self._task, patch,
-            changed=changed, report=is_pytest(self._parser), seconds=self._seconds(), first=not self._ran,
+            changed=changed, report=is_pytest(self._parser), seconds=self._limit, first=not self._ran,
         )  # fmt: skip
         self._ran = True
         return run
@@ -133,7 +146,7 @@ class Evaluation:
         except TimeoutError:
             return f"what the tests print with the right patch could not be read in {JUDGE_SECONDS:g} s"
         if run.timed_out:
-            return f"the right patch's tests did not end within {run.seconds:.0f} s"
+            return f"the right patch's tests did not end within {self._limit:g} s"
         healthy = verdict["passed"] if gold else verdict["passed"] or verdict["failed"]
         if healthy:
             return ""
@@ -153,7 +166,8 @@ class Evaluation:
 
     def _timeout(self, run: Run, verdict: dict[str, Any], kept: str) -> EvaluationTimeout:
         where = f", in {verdict['last']}" if verdict["last"] else ""
-        sentence = f"the tests did not end within {run.seconds:.0f} s{where}"
+        where = _plain(where, LONGEST)
+        sentence = f"the tests did not end within {self._limit:g} s{where}"
         evidence = self._evidence(run, verdict, kept)
         evidence["why"] = sentence
         return EvaluationTimeout(sentence, {**evidence, "passed": verdict["passed"], "ran": verdict["ran"]})
@@ -161,39 +175,59 @@ class Evaluation:
     def _evidence(self, run: Run, verdict: dict[str, Any], kept: str) -> dict[str, Any]:
         cut = run.log_bytes - len(run.log)
         return {
-            "why": verdict["why"],
-            "failing": verdict["failing"],
+            "why": _plain(verdict["why"], LONGEST),
+            "failing": [_plain(name, LONGEST) for name in verdict["failing"]],
             "failing_count": verdict["failing_count"],
-            "not_run": verdict["not_run"],
+            "not_run": [_plain(name, LONGEST) for name in verdict["not_run"]],
             "not_run_count": verdict["not_run_count"],
             "exit_code": run.exit_code,
-            "log": run.log[-4 * TAIL :].decode("utf-8", "replace")[-TAIL:],
+            "log": _plain(run.log[-4 * TAIL :].decode("utf-8", "replace"))[-TAIL:],
             **({"log_cut_bytes": cut} if cut > 0 else {}),
-            **({"log_file": kept} if kept else {}),
-            "commands": run.commands,
-            "left_out": self._left_out[:SHOWN],
+            **({"log_file": kept, "patch_file": self._kept} if kept else {}),
+            "commands": [command[:TAIL] for command in run.commands],
+            **self._about_left_out(),
             "seconds": self._so_far(),
         }
+
+    def _about_left_out(self) -> dict[str, Any]:
+        count = len(self._left_out)
+        shown = [_plain(path, LONGEST) for path in self._left_out[:SHOWN]]
+        return {"left_out": shown, **({"left_out_count": count} if count > SHOWN else {})}
 
     def _so_far(self) -> float:
         return round(time.monotonic() - self._began, 3)
 
     def _zero(self, why: str, applies: float) -> Reward:
         parts = {"resolved": 0.0, "fail_to_pass": 0.0, "pass_to_pass": 0.0, "patch_applies": applies}
-        evidence = {"why": why, "failing": [], "left_out": self._left_out[:SHOWN], "seconds": self._so_far()}
+        why = _plain(why, 2 * LONGEST)
+        evidence = {"why": why, "failing": [], **self._about_left_out(), "seconds": self._so_far()}
         return Reward(value=0.0, parts=parts, evidence=evidence)
+
+
+def _plain(text: str, most: int | None = None) -> str:
+    """What a policy's code printed, for a person's terminal: without colours and other control characters.
+
+    The middle of what is longer than `most` is left out.
+    """
+    text = "".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in COLOURS.sub("", text))
+    if most is None or len(text) <= most:
+        return text
+    return f"{text[: most // 2]} … {text[-most // 2 :]}"
 
 
 def _evaluated(patch: bytes, tests: list[str], gold: str) -> dict[str, Any]:
     """What of a patch is evaluated (`patch`), what is not (`left_out`), and why it can't be read (`wrong`).
 
-    `changed`: paths of the evaluated part that the right patch does not touch. RUN left out the same files; a compiled
-    file is left out too, for it could stand for a test that it was not made of.
+    `changed`: paths of the evaluated part, but for those where the right patch works on pytest too. RUN left out the
+    same files; a compiled file is left out too, for it could stand for a test that it was not made of.
     """
     try:
+        check(patch)
         chosen = choose(patch, b"", tests, gold)
         kept, compiled = without(chosen["patch"], lambda path: path.endswith((".pyc", ".pyo")))
     except ValueError as error:
         return {"patch": b"", "left_out": [], "changed": [], "wrong": str(error)}
-    changed = sorted({*paths_of(kept)} - {*paths_of(gold.encode("utf-8", "surrogateescape"))})
+    parts = split(gold.encode("utf-8", "surrogateescape"))
+    machinery = {path for part in parts if MACHINERY.search(part.data) for path in part.paths}
+    changed = sorted({*paths_of(kept)} - machinery)
     return {"patch": kept, "left_out": [*chosen["left_out"], *compiled], "changed": changed, "wrong": ""}

@@ -25,7 +25,7 @@ FRESH = "POSIXLY_CORRECT=1\n\\exit 0"
 
 class Patch(NamedTuple):
     """`data`: the diff, empty where `why` says that there is none to be had. `files`: the paths in it. `whole`: the
-    diff of setup.cfg and pyproject.toml files with all their lines. `nested`: git repositories within the repository,
+    diff of files of settings with all their lines. `nested`: git repositories within the repository,
     which are not in it."""
 
     data: bytes

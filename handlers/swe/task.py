@@ -195,7 +195,9 @@ def present_test_files(task: SweTask) -> list[str]:
 
 
 def fail_to_pass(task: SweTask) -> list[str]:
-    """Tests that fail on the base commit and must pass."""
+    """Tests that fail on the base commit and must pass. Raises TaskError where there is none."""
+    if not task.FAIL_TO_PASS:
+        raise TaskError(f"field 'FAIL_TO_PASS' of {task.instance_id} is empty, so no patch could ever resolve it")
     return list(task.FAIL_TO_PASS)
 
 

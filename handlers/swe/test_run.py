@@ -32,12 +32,28 @@ CHUNK = 8 * MB
 LOOK_SECONDS = 20.0
 """One command waits so long for the runner, or as long as `sandbox.command_timeout` lets it."""
 
+LATE_SECONDS = 30.0
+"""A shell that does not answer for so long after that is taken for lost."""
+
 _PLACE = """
 cd -- "$1" || { echo "no folder $1"; exit 3; }
 G=(git -c core.hooksPath=/dev/null -c core.fsmonitor=false)
 apply() { [ ! -s "$1" ] || "${G[@]}" apply --binary --whitespace=nowarn "$1"; }
-[ "$3" = first ] || { "${G[@]}" reset -q --hard && "${G[@]}" clean -fdq; } || exit 3
+others() { "${G[@]}" ls-files -o -z | sort -z; }
+if [ "$3" = first ]; then
+    others > "$2/../.rollout-others" || exit 3
+else # of the run before, nothing may be seen: its patch may have been the right one
+    for before in "$2"/../.tests-*; do [ "$before" -ef "$2" ] || rm -rf "$before"; done
+    { "${G[@]}" reset -q --hard && "${G[@]}" clean -fdq; } || exit 3
+    others | comm -z -13 "$2/../.rollout-others" - | xargs -0r rm -f --
+    others | grep -z '/__pycache__/[^/]*$' | xargs -0r rm -f --
+fi
 apply "$2/tests.diff" 2>&1 || exit 4
+# What works on pytest already may go on with it: files that use it, or import's machinery, before the patch.
+[ ! -e "$2/touched" ] || {
+    while IFS= read -r -d '' name; do [ -f "$name" ] || printf '%s\\0' "$name"; done < "$2/touched"
+    xargs -0r grep -sLZE '(import|from) +_?pytest|def +pytest_|pluggy|meta_path' -- < "$2/touched"
+} | while IFS= read -r -d '' name; do printf '%s\\0' "$PWD/$name"; done > "$2/changed"
 apply "$2/patch.diff" 2>&1 || exit 5
 """
 
@@ -115,9 +131,10 @@ async def run_tests(
 ) -> Run:
     """Run the hidden tests with `patch` on the prepared repository, for at most `seconds`.
 
-    `changed`: files of the patch that have no business in the tests' own machinery. `report`: pytest runs them, with
-    our plugin. `first`: nothing ran in this sandbox yet; else the repository is put back before. Raises PatchFailed,
-    TaskError where the test patch does not apply, SandboxError.
+    `changed`: files of the patch that have no business in the tests' own machinery, unless they had it before.
+    `report`: pytest runs them, with our plugin. `first`: nothing ran in this sandbox yet; else the repository is put
+    back before, and nothing of the run before can be seen. Raises PatchFailed, TaskError where the test patch does not
+    apply, SandboxError.
     """
     began = time.monotonic()
     mark = secrets.token_hex(8)
@@ -129,7 +146,8 @@ async def run_tests(
     digests = await _digests(sandbox, task.workdir, files)
     stamps = await _stamps(sandbox, task.workdir, files)
     exit_code, timed_out = await _wait(sandbox, folder, mark, seconds)
-    ended = await sandbox.bash(f"set -- {mark}\n{_END}\nwc -c < {folder}/log")
+    counting = f"if [ -f {folder}/log ] && [ ! -L {folder}/log ]; then wc -c < {folder}/log; else echo 0; fi"
+    ended = await sandbox.bash(f"set -- {mark}\n{_END}\n{counting}")
     size = int((re.findall(r"\d+", ended.text) or ["0"])[-1])
     log, said, now, then = await asyncio.gather(
         _log(sandbox, f"{folder}/log", size),
@@ -152,9 +170,11 @@ def _files(task: SweTask, patch: bytes, changed: Iterable[str], mark: str, key: 
     if key:
         site = (HERE / "pytest_site.py").read_text(encoding="utf-8").replace("rollout_plugin_name", plugin)
         files["sitecustomize.py"] = site.encode()
-        files[f"{plugin}.py"] = (HERE / "pytest_report.py").read_bytes()
+        report = (HERE / "pytest_report.py").read_text(encoding="utf-8")
+        files[f"{plugin}.py"] = report.replace("handlers.swe.pytest_watch", f"watch_{mark}").encode()
+        files[f"watch_{mark}.py"] = (HERE / "pytest_watch.py").read_bytes()
         files["key"] = key
-        files["changed"] = b"\0".join(_bytes(f"{task.workdir}/{path}") for path in changed)
+        files["touched"] = b"".join(_bytes(path) + b"\0" for path in changed)
         command = _WITH_PLUGIN.replace("NAME", plugin) + with_plugin(command, plugin)
     script = _RUN.format(workdir=shlex.quote(task.workdir), prelude=prelude_of(task), command=command)
     return {**files, "run.sh": _bytes(script)}
@@ -199,30 +219,38 @@ async def _wait(sandbox: Sandbox, folder: str, mark: str, seconds: float) -> tup
     It has a session of its own, no terminal, no input, and none of the shell's variables.
     """
     until = time.monotonic() + seconds
-    await sandbox.bash(
+    began = await sandbox.bash(
         f"cd; D=$(pwd -P)/{folder}; rollout_before=$(cd /proc && echo [0-9]*)\n"
         f'ROLLOUT_RUN={mark} $(type -P setsid) bash --norc --noprofile "$D/run.sh" "$D" </dev/null >"$D/log" 2>&1 &\n'
-        "rollout_run=$!"
+        'rollout_run=$!; echo "started=$rollout_run"'
     )
+    started = re.search(r"started=(\d+)\s*\Z", began.text)
+    if not started:
+        raise GraderError(f"the tests could not be started: {began.text[-300:]!r}")
     while True:
-        said = await sandbox.bash(_look(min(LOOK_SECONDS, max(0.1, until - time.monotonic()))))
+        nap = min(LOOK_SECONDS, max(0.1, until - time.monotonic()))
+        said = await sandbox.bash(_look(started[1], nap), nap + LATE_SECONDS)
         if found := re.search(r"ended=(\d+)\s*\Z", said.text):
             return int(found[1]), False
         if "running=1" not in said.text and not said.timed_out:
-            return None, False  # the shell that waited is gone: what runs inside can kill it
+            return None, False
         if time.monotonic() >= until:
             return None, True
 
 
-def _look(seconds: float) -> str:
-    """Wait up to so long for the runner; a quick end is seen quickly, and a long run costs few processes."""
+def _look(runner: str, seconds: float) -> str:
+    """Wait up to so long for the runner; a quick end is seen quickly, and a long run costs few processes.
+
+    The shell that started it may be lost, for what runs inside can stop or kill it: then only whether it runs is known.
+    """
     return (
         f"rollout_until=$((SECONDS + {max(1, round(seconds))})); rollout_nap=0.05\n"
-        'while [ -n "$rollout_run" ] && kill -0 "$rollout_run" 2>/dev/null && [ $SECONDS -lt $rollout_until ]; do\n'
+        f"while kill -0 {runner} 2>/dev/null && [ $SECONDS -lt $rollout_until ]; do\n"
         "    sleep $rollout_nap; [ $SECONDS -lt 3 ] || rollout_nap=0.25\n"
         "done\n"
-        '[ -n "$rollout_run" ] || echo lost=1\n'
-        'if kill -0 "$rollout_run" 2>/dev/null; then echo running=1; else wait "$rollout_run"; echo "ended=$?"; fi'
+        f"if kill -0 {runner} 2>/dev/null; then echo running=1\n"
+        f'elif [ "$rollout_run" != {runner} ]; then echo lost=1\n'
+        f'else wait {runner}; echo "ended=$?"; fi'
     )
 
 

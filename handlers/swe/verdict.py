@@ -164,7 +164,7 @@ def _why(facts: Facts, wanted: list[str], failing: list[str], not_run: list[str]
     if facts.forged:
         return f"the run can't be believed: {facts.forged}"
     if not facts.began:
-        return "pytest never began: there is no report of it"
+        return "pytest never began to run tests (the end of `log` may say why): there is no report of it"
     if facts.unfinished:
         return facts.unfinished
     wrong = [*failing, *(f"{name} (never ran)" for name in not_run)]

@@ -8,12 +8,16 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel
 
-from pipeline.errors import EvaluationTimeout
+from pipeline.errors import EvaluationTimeout, GraderError
 from pipeline.interfaces import AgentHandler, Context, Reward
 
 
 def double(value: Any) -> list[Any]:
     return [value * 2, os.getpid()]
+
+
+def pair(value: Any) -> Any:
+    return {value}
 
 
 def spin() -> None:
@@ -77,6 +81,54 @@ class Late(AgentHandler):
         if ctx.attempt <= ctx.task.late:
             raise EvaluationTimeout("the tests took longer than 5 s", {"ran": 12, "passed": 11})
         return 1.0
+
+
+class LatePlainly(AgentHandler):
+    """As Late, in a child process; first of all its grader breaks."""
+
+    async def run(self, ctx: Context) -> None:
+        ctx.state["answer"] = ""
+
+    def eval(self, ctx: Context) -> float:  # type: ignore[override]
+        if ctx.attempt == 1:
+            raise GraderError("no grader now")
+        raise EvaluationTimeout("the tests took longer than 5 s", {"ran": 12})
+
+
+class Odd(AgentHandler):
+    """Wants a sandbox that can't be had, or gives back what no process can send."""
+
+    class Task(BaseModel):
+        does: str
+
+    sandbox: ClassVar[dict[str, Any] | None] = {}
+    eval_sandbox = "only"
+
+    def sandbox_for(self, task: Odd.Task) -> Any:
+        if task.does == "raises":
+            raise KeyError(task.does)
+        return None if task.does == "nothing" else {task.does: 1}
+
+    async def run(self, ctx: Context) -> None:
+        ctx.state["answer"] = ""
+
+    async def eval(self, ctx: Context) -> float:
+        return 0.0
+
+
+class Unsent(AgentHandler):
+    """Computes what can't travel: as an argument, or as a result."""
+
+    class Task(BaseModel):
+        does: str
+
+    async def run(self, ctx: Context) -> None:
+        if ctx.task.does == "argument":
+            await ctx.compute(double, {1, 2})
+        await ctx.compute(pair, 1)
+
+    async def eval(self, ctx: Context) -> float:
+        return 0.0
 
 
 class Stuck(AgentHandler):

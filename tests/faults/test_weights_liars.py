@@ -24,9 +24,9 @@ from tests.faults.true_policy import truth
 from tests.policies import PROMPT, calls_of, client, known, servers, until
 from tests.services import RedisService
 from workers.children import Children
+from workers.job import Job
 from workers.policy.scripted import Running
 from workers.policy.tokenizer import Tokenizer
-from workers.stages import Job
 from workers.workshop import close, open_workshop
 
 HERE = Path(__file__).parent

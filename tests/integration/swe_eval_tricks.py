@@ -144,6 +144,17 @@ PRINTS: dict[str, Trick] = {
     "prints records of the report": Trick(at_import(f"import os\nos.write(1, b'{RECORD}\\n')"), FAILS),
     "writes into the report": Trick(into_report("a"), "of the report was not written by the grader"),
     "replaces the report": Trick(into_report("w"), "of the report was not written by the grader"),
+    "puts pipes in the place of log and report": Trick(
+        at_import("""
+            import glob, os
+            for folder in glob.glob(os.path.expanduser("~/.tests-*")):
+                for path in (os.path.join(folder, name) for name in ("log", "report")):
+                    if os.path.exists(path):
+                        os.unlink(path)
+                    os.mkfifo(path)
+            """),
+        "pytest never began",
+    ),
     "removes the grader's folder": Trick(
         at_import("""
             import glob, os, shutil
@@ -206,6 +217,11 @@ FILES: dict[str, Trick] = {
         },
         FAILS,
         ("src/evil-1.0.dist-info/METADATA", "src/evil-1.0.dist-info/entry_points.txt"),
+    ),
+    "edits a helper of the tests": Trick(
+        {"tests/our_types.py": "MockGraph = None\n", "tests/_models/helper.py": "x = 1\n"},
+        FAILS,
+        ("tests/_models/helper.py", "tests/our_types.py"),
     ),
     "plants compiled tests": Trick({COMPILED: b"\0" * 64}, FAILS, (COMPILED,)),
     "changes a test before it is read": Trick(
@@ -326,6 +342,53 @@ IN_PROCESS: dict[str, Trick] = {
             """),
         "the function of .*nonexistent_packages was replaced",
     ),
+    "collects another test": Trick(
+        registering("""
+            @HookimplMarker("pytest")
+            def pytest_pycollect_makeitem(self, collector, name, obj):
+                if name.endswith("nonexistent_packages"):
+                    fake = lambda t_fnmatch: None
+                    fake.__name__ = name
+                    setattr(collector.obj, name, fake)
+                    return list(collector._genfunctions(name, fake))
+            """),
+        "the patch puts itself into pytest_pycollect_makeitem",
+    ),
+    "listens to the calls of hooks": Trick(
+        at_import("""
+            import gc
+            import _pytest.config
+
+            def before(hook_name, methods, kwargs):
+                if hook_name == "pytest_pyfunc_call" and "nonexistent" in kwargs["pyfuncitem"].name:
+                    kwargs["pyfuncitem"].obj = lambda t_fnmatch: None
+
+            for config in [item for item in gc.get_objects() if isinstance(item, _pytest.config.Config)]:
+                config.pluginmanager.add_hookcall_monitoring(before, lambda *about: None)
+            """),
+        "what calls pytest's hooks was replaced",
+    ),
+    "replaces pytest.raises under a false name": Trick(
+        at_import("""
+            import _pytest.python, _pytest.python_api
+            space = {}
+            code = compile("def __exit__(self, *about): return True", _pytest.python.__file__, "exec")
+            exec(code, space)
+            _pytest.python_api.RaisesContext.__exit__ = space["__exit__"]
+            """),
+        "RaisesContext.__exit__ was replaced",
+    ),
+    "replaces what mocks find": Trick(
+        at_import("""
+            import unittest.mock
+            unittest.mock.Mock.assert_called_with = lambda self, *about: None
+            """),
+        "nonexistent_packages|unittest.mock.Mock was replaced",
+    ),
+    "steers the tests as a debugger": Trick(
+        in_test("import sys\nsys.settrace(lambda frame, event, about: None)"),
+        "the patch steers the tests as a debugger does",
+    ),
     "makes all tests skip": Trick({DAG: "+import pytest\npytest.skip('no', allow_module_level=True)\n"}, "."),
     "skips inside the tests": Trick(in_test("import pytest\npytest.skip('no')"), r"nonexistent_packages \(SKIPPED\)"),
     "calls its failure expected": Trick(
@@ -341,6 +404,7 @@ QUICK = (
     "leaves inside a test",
     "changes a test before it is read",
     "lets one report pass",
+    "collects another test",
     "breaks the import",
 )
 """Some of each kind; the others run with the slow tests."""

@@ -94,7 +94,7 @@ async def test_functions(judge: Judged) -> None:
 
 
 async def test_limits_of_one_test(judge: Judged) -> None:
-    quick = {**SUM, "time_limit": 0.3}
+    quick = {**SUM, "time_limit": 0.5}
     for program, why in (
         ("import time; time.sleep(60)", "still running after "),
         ("while True: print('x' * 10**6)", "printed too much"),
@@ -110,8 +110,10 @@ async def test_limits_of_one_test(judge: Judged) -> None:
         assert reward.value == 0.0 and why in reward.evidence["why"], (program, reward.evidence)
         assert reward.evidence["ran"] == 1, (program, reward.evidence)
     busy = await judge({**SUM, "time_limit": 0.1}, "while True: pass")
-    assert busy.value == 0.0 and "over the CPU time limit" in busy.evidence["why"], busy.evidence
+    assert busy.value == 0.0 and "over the limit of CPU time" in busy.evidence["why"], busy.evidence
     assert (await judge(SUM, GOOD)).value == 1.0
+    nearly = "import time\nwhile time.process_time() < 1.88: pass\n"  # some kernels count a process too fast by 8 %
+    assert (await judge({**SUM, "time_limit": 2.0, "tests": SUM["tests"][:1]}, nearly + GOOD)).value == 1.0
 
 
 async def test_nothing_of_a_test_reaches_the_next(judge: Judged) -> None:

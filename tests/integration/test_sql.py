@@ -57,6 +57,8 @@ async def test_the_tool_shows_rows_and_lets_nothing_be_written(boxed: Session, t
     )
     assert "CREATE TABLE pets" in await shown("SELECT sql FROM sqlite_master")
     assert "weight" in await shown("PRAGMA table_info(pets)")
+    assert await shown("SELECT value FROM json_each('[7]')") == "value\n7\n[rows: 1]"
+    assert "may not be modified" in await shown("UPDATE sqlite_master SET sql = ''")
     many = await shown("WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n) SELECT x FROM n")
     assert many.endswith("\n29\n30\n[there are more rows]")
     long = await shown("SELECT hex(zeroblob(100000))")

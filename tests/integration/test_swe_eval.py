@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from handlers.swe import test_run
 from pipeline.errors import EvaluationTimeout, GraderError, TaskError
 from tests.boxes import Site, short_root
 from tests.integration.swe_eval_bench import PACKAGE, Bench, Source
@@ -83,6 +84,23 @@ async def test_a_trick_is_zero(bench: Bench, source: Source, name: str) -> None:
 
 
 @pytest.mark.slow
+async def test_a_stopped_shell_of_the_graders_changes_nothing(
+    bench: Bench, source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(test_run, "LOOK_SECONDS", 5.0)
+    monkeypatch.setattr(test_run, "LATE_SECONDS", 1.0)
+    stops = """\
+import os, signal
+for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+    with open(f"/proc/{pid}/cmdline", "rb") as file:
+        if file.read().startswith((b"bash", b"/bin/bash")) and pid not in (1, os.getpid(), os.getppid()):
+            os.kill(pid, signal.SIGSTOP)
+"""
+    reward = await bench(source.patch({PACKAGE: stops}, gold=True))
+    assert reward.value == 1.0 and reward.evidence["exit_code"] is None, reward
+
+
+@pytest.mark.slow
 async def test_a_process_that_stays_is_killed(bench: Bench, source: Source) -> None:
     word = unique(901)
     stays = f"""\
@@ -135,12 +153,27 @@ async def test_the_second_attempt_looks_at_the_environment_first(bench: Bench, s
     assert reward.value == 0.0 and "tests do pass with the right patch" in reward.evidence["why"]
 
 
+async def test_nothing_of_the_right_patch_is_seen_by_the_other(bench: Bench, source: Source) -> None:
+    """From the second attempt on, the right patch was run in the same sandbox before."""
+    looks = """\
+import glob, os
+compiled = glob.glob("/testbed/src/**/dag.*.pyc", recursive=True)
+print("compiled:", compiled, "patches:", len(glob.glob(os.path.expanduser("~/.tests-*/patch.diff"))))
+raise ValueError("nothing")
+"""
+    reward = await bench(source.patch({PACKAGE: looks}), attempt=2)
+    assert reward.value == 0.0 and "tests do pass with the right patch" in reward.evidence["why"]
+    assert "compiled: [] patches: 1" in reward.evidence["log"], reward.evidence["log"]
+
+
 @pytest.mark.slow
 async def test_a_task_that_is_wrong_says_so(bench: Bench, source: Source) -> None:
     with pytest.raises(TaskError, match="its tests pass with nothing changed"):
         await bench(b"", FAIL_TO_PASS=["tests/_models/test_dag.py::test_package_dag_reverse"])
     with pytest.raises(TaskError, match="field 'test_patch' .* does not apply to the base commit"):
         await bench(b"", test_patch=source.patch({TEST: "x"}).decode().replace("-def test", "-def text"))
+    with pytest.raises(TaskError, match="'FAIL_TO_PASS' of .* is empty"):
+        await bench(b"", FAIL_TO_PASS=[])
     with pytest.raises(TaskError, match="log_parser is 'parse_log_nose', which swebench does not have"):
         await bench(b"", log_parser="parse_log_nose")
 

@@ -69,9 +69,14 @@ def test_patches(monkeypatch):
     monkeypatch.setattr("json.dumps", lambda *about: "")
 """
 PRODUCT = """
+import functools
 import pytest
 def calls_xfail(): pytest.xfail("known")
 def raises(): raise ValueError
+def wrapped(function):
+    @functools.wraps(function)
+    def inner(): return function()
+    return inner
 """
 WANTED = {
     "TestUnit::test_passes": "PASSED", "TestUnit::test_fails": "FAILED", "TestUnit::test_skipped": "SKIPPED",
@@ -87,12 +92,14 @@ def run(folder: Path, tests: str, *words: str, where: str = ".") -> tuple[Any, l
     """Facts, records and output of pytest with the plugin."""
     grader, place = folder / "grader", folder / "repo"
     for each in (grader, place):
-        each.mkdir()
+        each.mkdir(exist_ok=True)
     (place / "test_it.py").write_text(tests)
     (place / "product.py").write_text(PRODUCT)
     (place / "sub").mkdir()
     (place / "pytest.ini").write_text("[pytest]\n")
-    (grader / "report_x.py").write_bytes((HERE / "pytest_report.py").read_bytes())
+    plugin = (HERE / "pytest_report.py").read_text().replace("handlers.swe.pytest_watch", "watch_x")
+    (grader / "report_x.py").write_text(plugin)
+    (grader / "watch_x.py").write_bytes((HERE / "pytest_watch.py").read_bytes())
     site = (HERE / "pytest_site.py").read_text().replace("rollout_plugin_name", "report_x")
     (grader / "sitecustomize.py").write_text(site)
     (grader / "key").write_bytes(KEY)
@@ -149,13 +156,53 @@ def test_inside(pytester):
 
 
 @pytest.mark.slow
+def test_what_tests_and_installed_plugins_do_is_no_forgery(tmp_path: Path) -> None:
+    """Decorators of the product, a plugin in the tests' own folder, mocks and a debugger's hook that are taken back."""
+    plugin = "def pytest_runtest_setup(item): pass\n\ndef pytest_collection_modifyitems(items): items.reverse()\n"
+    tests = """
+import functools, sys, unittest.mock
+from unittest import mock
+import pytest
+import product
+
+def twice(function):
+    @functools.wraps(function)
+    def wrapped(*about, **more):
+        function(*about, **more)
+        return function(*about, **more)
+    return wrapped
+
+@twice
+def test_wrapped(): pass
+
+@product.wrapped
+def test_product_wraps(): pass
+
+@mock.patch("builtins.open")
+def test_mocked(opened): pass
+
+def test_traced():
+    before = sys.gettrace()
+    sys.settrace(lambda *about: None)
+    sys.settrace(before)
+
+exec("def test_made(): pass")
+"""
+    (tmp_path / "repo").mkdir()
+    (tmp_path / "repo" / "conftest.py").write_text(plugin)
+    facts, _, output = run(tmp_path, tests)
+    assert facts.forged == "" and len(facts.statuses) == 5, (facts, output)
+    assert set(facts.statuses.values()) == {"PASSED"}, output
+
+
+@pytest.mark.slow
 def test_an_end_without_a_summary_is_not_whole(tmp_path: Path) -> None:
     facts, _, _ = run(tmp_path, "import os\ndef test_a(): pass\ndef test_b(): os._exit(0)\n")
     assert facts.unfinished == "the test run ended early, in test_it.py::test_b: it never came to its end"
     assert facts.statuses == {"test_it.py::test_a": "PASSED"}
 
 
-@pytest.mark.parametrize("name", ["pytest_report.py", "pytest_site.py"])
+@pytest.mark.parametrize("name", ["pytest_report.py", "pytest_watch.py", "pytest_site.py"])
 def test_what_goes_into_a_sandbox_is_python_3_6(name: str) -> None:
     ast.parse((HERE / name).read_text(), feature_version=(3, 6))
 

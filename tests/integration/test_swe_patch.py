@@ -178,9 +178,10 @@ async def test_what_counts_is_what_lies_in_the_folder(home: Path) -> None:
     assert await bench.take() == Patch(b"")
     bench.sh("echo d >> k.txt; git checkout -qb mine; git commit -qam x; git checkout -q main; echo 1 > x.log")
     assert await bench.take() == Patch(b""), "a commit on a branch that is not checked out, and an ignored file"
-    bench.sh("git checkout -q mine; echo '[metadata]' > setup.cfg")
+    bench.sh("git checkout -q mine; echo '[metadata]' > setup.cfg; mkdir web; echo '{}' > web/package.json")
     taken = await bench.take()
-    assert taken.files == ("k.txt", "setup.cfg") and b"+[metadata]" in taken.whole and b"k.txt" not in taken.whole
+    assert taken.files == ("k.txt", "setup.cfg", "web/package.json") and b"k.txt" not in taken.whole
+    assert b"+[metadata]" in taken.whole and b"web/package.json" in taken.whole
 
 
 async def test_a_repository_within_is_not_in_the_patch(home: Path) -> None:

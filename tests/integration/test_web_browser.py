@@ -37,6 +37,7 @@ PAGES = {
     "long.html": "".join(f"<p>{number} {'word ' * 40}</p>" for number in range(100)) + "<button>Last</button>",
     "late.html": """<p id=p>soon</p>
 <script>setTimeout(() => fetch('/two.html').then(() => p.textContent = 'now'), 30)</script>""",
+    "line.html": "<p>" + "x" * 500_000,
     "data.csv": "a,b\n1,2\n",
 }
 
@@ -176,6 +177,11 @@ async def test_whatever_a_page_does_is_told_and_ends_nothing(edges: Seat, tmp_pa
 
     first = await edges("open", url="/long.html")
     assert first.endswith("[part 1 of 4: read(part=2) shows the next]") and len(first) < 6200
+    line = await edges("open", url="/line.html")
+    assert (
+        line.startswith("[the page is too large: its end is left out]\n") and "text: xxx" in line and len(line) < 6300
+    )
+    await edges("open", url="/long.html")
     last = await edges("read", part=4)
     assert last.endswith('button "Last"') and "[part" not in last
 

@@ -45,6 +45,7 @@ def test_empty_lines_are_passed_over_but_counted() -> None:
     [
         ("{", "no valid JSON"),
         ('{"handler": "echo", "data": {"sleep": NaN}}', "NaN is no JSON number"),
+        ('{"handler": "echo", "data": {"sleep": 1e999}}', "1e999 is beyond every float"),
         ("[1]", "a JSON list, wanted a map"),
         ("3", "a JSON number"),
         ('{"question": "x"}', "names no handler"),

@@ -121,7 +121,7 @@ def test_only_the_runner_makes_records() -> None:
     [
         ({"how": "exit", "code": 1}, "failed (exit code 1)"),
         ({"how": "signal", "code": -11}, "killed by signal 11"),
-        ({"how": "cpu"}, "over the CPU time limit (0.1 s)"),
+        ({"how": "cpu"}, "over the limit of CPU time, after 0.1 s of it"),
         ({"how": "wall"}, "still running after 0.1 s"),
         ({"how": "output"}, "printed too much"),
         ({"how": "silent"}, "before the function returned"),

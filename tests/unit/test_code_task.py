@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import handlers
+from handlers.code import Code
 from handlers.code.blocks import last_block
 from handlers.code.task import CodeTask, Test as Case, tests_of as cases_of
 from pipeline.errors import TaskError
@@ -139,3 +140,25 @@ def test_what_runs_in_a_sandbox_is_python_3_6_and_imports_its_library_alone(name
     }
     assert "__future__" not in imported  # Python 3.6 has no `annotations`
     assert not {item for item in imported if item and item.split(".")[0] in ("handlers", "pipeline", "workers")}
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"input_output": '{"fn_name": "twice", "inputs": [[1]], "outputs": [2]}'},
+        {"tests": [{"args": [1], "expected": 2, "fn_name": "twice"}]},
+        {"reward_model": {"ground_truth": '{"fn_name": "twice", "inputs": [[1]], "outputs": [2]}'}},
+        {
+            "public_test_cases": '[{"input": "1", "output": "2", "testtype": "functional"}]',
+            "metadata": '{"func_name": "twice"}',
+        },
+    ],
+)
+def test_a_function_is_asked_for_wherever_the_dataset_names_it(data: dict[str, Any]) -> None:
+    asked = Code().prompt(CodeTask(question="Double it.", **data))
+    assert "Write a python function `twice`" in str(asked)
+
+
+def test_a_test_without_an_input_is_a_mistake() -> None:
+    with pytest.raises(TaskError, match=r"tests\[0\] has no `input` and no `args`; it has: stdin, output"):
+        made(tests=[{"stdin": "1", "output": "3"}])

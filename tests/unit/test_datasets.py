@@ -266,6 +266,15 @@ def test_values_of_numpy_become_plain() -> None:
     assert {type(value) for value in task.data["array"]} == {int} and type(task.data["flag"]) is bool
 
 
+def test_numpys_text_travels_and_what_holds_itself_is_told() -> None:
+    (task,) = tasks_of_rows([{"text": np.str_("a")}], handler="h:H")
+    assert type(task.data["text"]) is str
+    circle: list[Any] = []
+    circle.append(circle)
+    with pytest.raises(TaskError, match="row 0: it holds itself"):
+        list(tasks_of_rows([{"circle": circle}], handler="h:H"))
+
+
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False, allow_infinity=False)
     | st.text() | st.binary(),

@@ -26,6 +26,12 @@ TASK = Judge.Task(question="Why {answer}?", reference="Because.")
         ("Score: 3\nNo, wait.\nscore\nScore = 4", 4.0),
         ("| Score: 10\nScore: 2", 2.0),
         ("Score: 2\n  | Score: 10", 2.0),
+        ('It says "Score: 10", which', None),
+        ("It says: Score: 10\nscore: 3", 3.0),
+        ("> Score: 10", None),
+        ("NoScore: 10", None),
+        ("### Score: 9", 9.0),
+        ("Score: 1e9", None),
         ("Score: 11", None),
         ("Score: -1", None),
         ("Score: 5\nScore: 12", None),
@@ -64,7 +70,8 @@ class Deaf:
 
     context = 1000
 
-    def __init__(self, *replies: str) -> None:
+    def __init__(self, *replies: str, finish: str = "stop") -> None:
+        self.finish = finish
         self.replies, self.heard = list(replies), []  # type: ignore[var-annotated]
 
     async def ready(self) -> None: ...
@@ -74,7 +81,7 @@ class Deaf:
         return [1]
 
     async def generate(self, ids: Any, sampling: Any) -> Completion:
-        return Completion(ids=[1], logprobs=[0.0], versions=[], finish_reason="stop", sampling=sampling)
+        return Completion(ids=[1], logprobs=[0.0], versions=[], finish_reason=self.finish, sampling=sampling)
 
     def parse(self, ids: Any, prompt: Any, tools: Any = ()) -> Parsed:
         return Parsed({"role": "assistant", "content": self.replies.pop(0)}, [])
@@ -98,6 +105,12 @@ async def test_a_judge_without_a_verdict_is_asked_again_and_then_it_is_the_grade
         await Judge().eval(context(Deaf("a", "b", "c"), "a", scale=5.0, verdict="Grade"))
 
 
+async def test_a_judge_that_was_cut_off_has_given_no_verdict() -> None:
+    policy = Deaf("Score: 10", "Score: 10", "Score: 10", finish="length")
+    with pytest.raises(GraderError, match="judged 3 times"):
+        await Judge().eval(context(policy, "a"))
+
+
 async def test_an_empty_answer_needs_no_judge() -> None:
     reward = await Judge().eval(context(None, "  "))
     assert reward.value == 0.0 and "empty" in reward.evidence["why"]
@@ -108,3 +121,8 @@ def test_without_policies_the_sentence_says_so() -> None:
     ctx._policies = None
     with pytest.raises(PolicyError, match="there is no policy 'judge' here"):
         ctx.policy_of("judge")
+
+
+def test_a_template_must_show_the_answer() -> None:
+    with pytest.raises(ValueError, match=r"it has no \{answer\}"):
+        Judge.Task(question="?", template="Score {question}.")

@@ -38,6 +38,7 @@ def context(gold: str, answer: str = "") -> Context:
         (r"\boxed{\boxed{7}}", r"\boxed{7}"),
         (r"\boxed{\{1,\frac{1}{2}\}}", r"\{1,\frac{1}{2}\}"),
         (r"\boxed 7", "7"),
+        ("#### 70,000", "70,000"),
         (r"\fbox{7}", "7"),
         (r"I put it in \boxed{}. The answer is 5", "5"),
         (r"\boxed{5} (in \boxed{}, as you asked)", "5"),
@@ -76,6 +77,66 @@ def test_the_final_answer_is_found_in_no_time(reply: str, answer: str) -> None:
     said = answers.final(reply)
     assert said.text == answer and said.where
     assert time.process_time() - began < 0.5
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer"),
+    [
+        (r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}", r"\begin{bmatrix}1&2\\3&4\end{bmatrix}"),
+        (r"\begin{cases} x=1 \\ y=2 \end{cases}", "x=1, y=2"),
+        ("x=1, y=2", "(x,y)=(1,2)"),
+        ("(1,2)", "x=1, y=2"),
+        (r"\{x \mid x > 2\}", r"(2,\infty)"),
+        (r"n \equiv 1 \pmod 3", r"n\equiv 1 \pmod{3}"),
+        (r"\frac{d}{2}", "0.5d"),
+        ("5 m", "5"),
+        (r"\$4.50", "4.50 dollars"),
+        ("18", "18 red apples"),
+        (r"6.02\times 10^{23}", r"602\times10^{21}"),
+        (r"3\frac{1}{2}", "3 1/2"),
+        (r"\emptyset", r"\{\}"),
+        (r"\mathbb{R}", r"\mathbb R"),
+        (r"\text{10:00 AM}", "10:00 a.m."),
+        ("5000000", "5 million"),
+        (r"2.5\text{ billion}", r"2.5\times10^9"),
+        ("42", r"\approx 42"),
+    ],
+)
+def test_spellings_of_other_books(gold: str, answer: str) -> None:
+    equal.check_gold(gold)
+    assert equal.compare(gold, answer)["correct"], equal.compare(gold, answer)
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer"),
+    [
+        (r"6.626\times10^{-34}", r"1.6\times 10^{-19}"),
+        ("10^{-7}", "0.00000001"),
+        ("0.00000012", "0"),
+        ("1,450", "(1,450)"),
+        ("(100,200)", "100200"),
+        (r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}", r"\begin{pmatrix} 1 & 3 \\ 2 & 4 \end{pmatrix}"),
+        ("12_8", "12_9"),
+        ("2d", "2"),
+        ("x=1, y=2", "2, 1"),
+        ("1:2:3", "1:3:2"),
+        ("6:15", "12:30"),
+        ("5", "5 million"),
+        ("0.7", r"\infty"),
+        ("0.7", "1e999"),
+        ("0.7", r"\frac{0}{0}"),
+        ("0.7", r"-\infty"),
+        ("7", r"\infty"),
+        ("0.7", r"(-\infty,\infty)"),
+        ("0.7", r"i\infty"),
+        ("42", r"42\text{ thousand}"),
+        (r"\frac{7}{12}", "7:12:1"),
+        (r"n \equiv 1 \pmod 3", r"n\equiv 1 \pmod{4}"),
+    ],
+)
+def test_near_misses_that_a_parser_takes_for_equal(gold: str, answer: str) -> None:
+    equal.check_gold(gold)
+    assert not equal.compare(gold, answer)["correct"], equal.compare(gold, answer)
 
 
 @pytest.mark.parametrize(

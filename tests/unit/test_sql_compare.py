@@ -68,6 +68,8 @@ def test_why_not() -> None:
     assert compared(one, result([2]), False, 0)["first_rows"] == "[[2]]"
     assert compared(result(columns=2), result(columns=2), False, 0)["same"]
     assert not compared(result(columns=2), result(columns=1), False, 0)["same"]
+    with pytest.raises(TaskError, match="gives no row"):
+        compared(result(columns=2), result(columns=2), False, 0, may_be_empty=False)
 
 
 @pytest.mark.parametrize("gold", [b'{"error": "no such table: x"}', result([1], more=True)])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import handlers
-from handlers import stem
+from handlers import answers, stem
 from handlers.answers import Said
 from handlers.quantities import read
 from handlers.stem import Stem
@@ -205,3 +205,45 @@ def test_reading_takes_no_time(text: str) -> None:
     read(text[:2000])
     stem.label_said(Said(text[:2000], "x"), CHOICES)
     assert time.process_time() - began < 1.0
+
+
+@pytest.mark.parametrize(
+    ("gold", "said", "value"),
+    [
+        ("100", "101", 0.0),
+        ("100", "100.0", 1.0),
+        ("100.0", "101", 1.0),
+        ("100 m", "101 m", 1.0),
+        ("12", "12 13", 0.0),
+        ("12", "12x", 0.0),
+        ("12", "12!", 0.0),
+        ("12", "12 apples", 1.0),
+        ("2", "2+3", 0.0),
+        ("7", r"10^{10^{10}} \bmod 7", 0.0),
+        ("H2SO4", r"\mathrm{H_2SO_4}", 1.0),
+        ("H2SO4", "H\u2082SO\u2084", 1.0),
+        ("CO2", "Co2", 0.0),
+    ],
+)
+async def test_counts_are_exact_and_a_number_stands_alone(gold: str, said: str, value: float) -> None:
+    assert (await scored(gold, rf"\boxed{{{said}}}")).value == value
+
+
+@pytest.mark.parametrize(
+    ("said", "letter"),
+    [
+        ("I choose B", "B"),
+        ("The correct option is B.", "B"),
+        (r"\boxed{C. Both A and B}", "C"),
+        (r"\boxed{B;C}", ""),
+        (r"\boxed{B \quad C}", ""),
+    ],
+)
+def test_a_choice_in_other_words(said: str, letter: str) -> None:
+    assert stem.label_said(answers.final(said, whole=True), ["x", "y", "Both A and B"]) == letter
+
+
+def test_the_gold_has_the_unit_that_is_required() -> None:
+    task = Stem.Task(question="?", answer="19.6", unit="N", unit_required=True)
+    assert Stem().gold(task) == "19.6 N"
+    assert Stem().gold(Stem.Task(question="?", answer="19.6 N", unit="N")) == "19.6 N"

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from handlers.swe.diff import paths_of, split, without
+from handlers.swe.diff import check, paths_of, split, without
 from handlers.swe.left_out import choose
 
 HUNK = b"@@ -1 +1 @@\n-a\n+b\n"
@@ -102,6 +102,51 @@ def test_hidden_tests_are_left_out_even_where_gold_changes_them() -> None:
     assert left_out(changed("tests/a.py"), tests=("tests/a.py",), gold=changed("tests/a.py")) == ["tests/a.py"]
 
 
+def test_a_part_that_holds_another_files_change_is_refused() -> None:
+    """As a git of the policy's own could write it: git applies the second file's change too."""
+    first = changed("a.py", b"@@ -1 +1 @@\n-a\n+b\n")
+    plain = b"--- /dev/null\n+++ b/conftest.py\n@@ -0,0 +1 @@\n+x\n"
+    binary = (
+        b"diff --git a/b b/b\nindex 1..2 100644\nGIT binary patch\nliteral 1\nIcmZ<x--- \n\nliteral 0\nHcmV?d00001\n\n"
+    )
+    for good in (first, changed("a") + added("b"), ODD["renamed"][0], binary.replace(b"--- ", b"")):
+        check(good)
+    head = b"diff --git a/a b/a\nindex 1..2 100644\n"
+    for bad in (
+        first + plain, first + b"\n" + plain, binary.replace(b"--- ", b"") + plain, head + plain + plain,
+        first + b"rename from a\nrename to conftest.py\n", head + b"odd\n" + plain,
+        changed("a.py", b"@@ -1,9 +1 @@\n-a\n+b\n"), changed("a.py", b"@@ -x +1 @@\n-a\n+b\n"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="the diff of "):
+            check(bad)
+
+
+def test_all_in_a_folder_of_hidden_tests_is_left_out() -> None:
+    helpers = changed("tests/utils.py"), changed("tests/a/base.py"), added("tests/data/x.json"), added("tests")
+    tests = ("tests/a/b/test_x.py", "lib/m/tests/test_y.py", "src/test_z.py", "testing/test_q.py")
+    beside = changed("src/tests.py"), changed("lib/m/y.py"), changed("lib/tests/z.py"), added("src/new.py")
+    assert left_out(*helpers, *beside, tests=tests) == [
+        "tests",
+        "tests/a/base.py",
+        "tests/data/x.json",
+        "tests/utils.py",
+    ]
+    assert left_out(changed("lib/m/tests/util.py"), changed("testing/x.py"), tests=tests) == [
+        "lib/m/tests/util.py", "testing/x.py",
+    ]  # fmt: skip
+    assert left_out(changed("a/testing/x.py"), tests=("a/testing/test_x.py",)) == []
+    assert left_out(changed("tests/utils.py"), tests=tests, gold=changed("tests/utils.py")) == []
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["a/test_b.py", "a/b_test.go", "a/b.test.tsx", "a/b.spec.js", "a/b_spec.rb", "a/BTest.java", ".cargo/config.toml"],
+)
+def test_files_named_like_tests_are_left_out_unless_gold_has_them(path: str) -> None:
+    assert left_out(added(path), changed("a/b.py")) == left_out(changed(path)) == [path]
+    assert left_out(changed(path), gold=changed(path)) == []
+
+
 def test_what_gold_changes_is_the_product() -> None:
     assert left_out(changed("tox.ini"), changed("conftest.py"), gold=changed("tox.ini")) == ["conftest.py"]
     gold = changed("src/_pytest/fixtures.py")
@@ -115,6 +160,12 @@ def test_what_gold_changes_is_the_product() -> None:
         ("setup.cfg", b" [metadata]\n name = a\n [tool:pytest]\n-addopts = -q\n+addopts = --co\n", True),
         ("setup.cfg", b" [metadata]\n+[pytest]\n+addopts = -p x\n", True),
         ("setup.cfg", b" [metadata]\n+broken\n", True),
+        ("setup.cfg", b" [metadata]\n+[tool:pytest]#]\n+addopts = -p x\n", True),
+        ("setup.cfg", b" [metadata]\n name = a\n+ \x0c[tool:pytest]\n+addopts = -p x\n", True),
+        ("setup.cfg", b" [metadata]\n+[tox:tox]\n", True),
+        ("package.json", b' {"name": "a",\n-"version": "1",\n+"version": "2",\n "jest": {"a": 1}}\n', False),
+        ("package.json", b' {"name": "a",\n+"scripts": {"test": "echo ok"},\n "jest": {"a": 1}}\n', True),
+        ("package.json", b' {"name": "a",\n "jest": {"a": 1,\n+"runner": "./mine"\n }}\n', True),
         ("sub/pyproject.toml", b' [project]\n-name = "a"\n+name = "b"\n', False),
         ("sub/pyproject.toml", b" [tool.pytest.ini_options]\n+addopts = '--co'\n", True),
         ("sub/pyproject.toml", b" [project]\n+[tool]\n+pytest.ini_options.addopts = '--co'\n", True),
@@ -128,9 +179,19 @@ def test_settings_are_left_out_where_they_say_something_else_about_pytest(name: 
     assert left_out(part, whole=part, gold=part) == []
 
 
+def test_settings_that_gold_changes_too_may_say_no_more_about_tests_than_gold() -> None:
+    mine = changed("setup.cfg", b"@@ -1,1 +1,3 @@\n [metadata]\n+[tool:pytest]\n+addopts = -p x\n")
+    plain, about = (changed("setup.cfg", b"@@ -1 +1 @@\n-a\n+%s\n" % line) for line in (b"b", b"[tool:pytest]"))
+    assert left_out(mine, whole=mine, gold=plain) == ["setup.cfg"]
+    assert left_out(mine, whole=mine, gold=about) == left_out(plain, whole=plain, gold=plain) == []
+
+
 def test_settings_that_are_shown_as_binary_or_in_pieces_are_left_out() -> None:
     binary = b"diff --git a/setup.cfg b/setup.cfg\nindex 1..2 100644\nGIT binary patch\nliteral 1\nIcmZ\n\n"
     pieces = changed("setup.cfg", b"@@ -1 +1 @@\n-a=1\n+a=2\n@@ -9 +9 @@\n-a=1\n+a=2\n")
+    link = b"diff --git a/pyproject.toml b/pyproject.toml\nnew file mode 120000\nindex 0..1\n--- /dev/null\n"
+    link += b"+++ b/pyproject.toml\n@@ -0,0 +1 @@\n+a=1\n\\ No newline at end of file\n"
+    assert left_out(link, whole=link) == ["pyproject.toml"]
     mode = b"diff --git a/setup.cfg b/setup.cfg\nold mode 100644\nnew mode 100755\n"
     assert left_out(binary, whole=binary) == left_out(pieces, whole=pieces) == ["setup.cfg"]
     assert left_out(mode, whole=mode) == []

@@ -74,7 +74,7 @@ def test_names_in_the_evidence_are_few_and_counted() -> None:
 
 def test_a_log_alone_never_makes_a_pytest_test_pass() -> None:
     found = judged(log=b"PASSED t.py::a\n1 passed in 0.1s\n")
-    assert not found["resolved"] and found["why"] == "pytest never began: there is no report of it"
+    assert not found["resolved"] and found["why"].startswith("pytest never began to run tests")
     assert found["passed"] == 0
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,8 @@ from workers.policy.rendering import Rendering
 
 FAMILIES = ("qwen3", "llama-3", "qwen3.5", "prime-qwen3", "glm-4.5", "minimax-m2", "default")
 BASH = TOOLS["bash"]
+EXAMPLES = 5 if os.environ.get("CI") == "true" else 1
+"""How many the short tests make, in twos and threes; the long one makes a thousand of each."""
 
 
 @dataclass(frozen=True)
@@ -261,7 +264,7 @@ def chat(engines: dict[str, Engine], name: str, question: str, replies: list[Rep
 
 @pytest.mark.parametrize("name", FAMILIES)
 @given(system=TEXT, question=TEXT, replies=st.lists(REPLIES, min_size=1, max_size=5), heard=st.lists(TEXT, max_size=5))
-@settings(max_examples=15)
+@settings(max_examples=3 * EXAMPLES)
 def test_stored_ids_are_what_the_engine_was_sent_and_returned(
     engines: dict[str, Engine], name: str, system: str, question: str, replies: list[Reply], heard: list[str]
 ) -> None:
@@ -270,7 +273,7 @@ def test_stored_ids_are_what_the_engine_was_sent_and_returned(
 
 @pytest.mark.parametrize("name", FAMILIES)
 @given(question=TEXT, replies=st.lists(REPLIES, min_size=1, max_size=4), heard=st.lists(TEXT, min_size=1, max_size=4))
-@settings(max_examples=10)
+@settings(max_examples=2 * EXAMPLES)
 def test_users_who_answer_change_nothing_either(
     engines: dict[str, Engine], name: str, question: str, replies: list[Reply], heard: list[str]
 ) -> None:

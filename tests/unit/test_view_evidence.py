@@ -15,6 +15,7 @@ from pipeline.config import Config
 from workers import view_reward, view_rollout
 from workers.dossier import Dossier, artifacts, had_run
 from workers.evidence import arranged
+from workers.view_evidence_html import reward
 from workers.view_html import page
 
 EVIDENCE: dict[str, Any] = {
@@ -143,3 +144,16 @@ def test_a_log_that_is_cut_stays_a_log() -> None:
     assert had_run('what had run: {"ran": 1') == had_run("what had run: [1]") == had_run("") == {}
     found = Dossier(about={"id": "a.0", "log": 'what had run: {"ran": 1'}, attempts=[])
     assert found.evidence == {} and found.log == 'what had run: {"ran": 1'
+
+
+def test_hostile_values_are_shown_as_what_they_are() -> None:
+    deep: dict[str, Any] = {}
+    inner = deep
+    for _ in range(3000):
+        inner["a"] = inner = {}
+    circle: list[Any] = []
+    circle.append(circle)
+    evidence = {"turned": "a\u202eb", "half": "\ud800", "deep": deep, "circle": circle}
+    for text in (view_reward.text({}, evidence).plain, reward(None, {}, evidence, [])):
+        assert "a\ufffdb" in text and "\u202e" not in text and text.encode()
+        assert text.count("be shown: ") == 2

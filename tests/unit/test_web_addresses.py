@@ -34,6 +34,7 @@ def test_a_path_goes_on_from_the_site_where_there_is_no_page() -> None:
         ("", "an empty address"), ("file:///etc/passwd", "only http://"), ("FILE:/etc/passwd", "only http://"),
         ("view-source:http://shop.test/", "only http://"), ("javascript:alert(1)", "only http://"),
         ("data:text/html,x", "only http://"), ("chrome://version", "only http://"), ("http:x", "only http://"),
+        ("/" + "a" * 5000, "an address of 5001 characters"),
         ("http://[", "is no address"), ("http:///x", "is no address"),
     ],
 )  # fmt: skip

@@ -118,6 +118,9 @@ def tasks_for(handler: str, file: str | None, config: Config, count: int, mend: 
     metavar="URL",
     help="A real policy server (set policy.tokenizer too); default: a scripted one.",
 )
+@click.option(
+    "--says", default="", metavar="TEXT", help="Have the scripted policy say this, instead of the right answer."
+)
 @click.option("--traceback", "whole", is_flag=True, help="On a failure: the whole traceback, not only your own code.")
 @click.option("--pdb", is_flag=True, help="On a failure: a debugger where your code raised.")
 @json_option
@@ -128,6 +131,7 @@ def attempt(
     text: str | None,
     file: str | None,
     policy: str,
+    says: str,
     whole: bool,
     pdb: bool,
     as_json: bool,
@@ -145,13 +149,13 @@ def attempt(
     need_tokenizer(config, config.policy.url)
     task = _one_task(handler, text, file, config)
     with ExitStack() as stack:
-        answers = {} if config.policy.url else answers_of([task], config)
-        ready, options = trial.policy_for(config, answers, stack)
+        answers = {} if config.policy.url or says else answers_of([task], config)
+        ready, options = trial.policy_for(config, answers, stack, says)
         done = asyncio.run(trial.play(ready, task, options, loud=not as_json))
     if as_json:
         say(view_trial.record(done, task))
     else:
-        view_trial.show(done, task, whole=whole, scripted=options is not None)
+        view_trial.show(done, task, whole=whole, scripted="" if options is None else "right" if answers else "other")
     if pdb and done.error is not None:
         from pdb import post_mortem
 

@@ -233,14 +233,15 @@ def resume(ctx: click.Context, version: int | None, as_json: bool) -> None:
 @click.option("--count", default=1000, show_default=True, type=click.IntRange(min=1), help="Tasks at most.")
 @click.option("--port", default=0, show_default=True, type=click.IntRange(0, 65535), help="0 takes a free one.")
 @click.option("--p-correct", default=0.6, show_default=True, type=click.FloatRange(0, 1), help="Chance to be right.")
+@click.option("--says", default="", metavar="TEXT", help="Say this to everything, and look no answer up.")
 @click.option("--latency", default=0.0, show_default=True, type=click.FloatRange(0), help="Seconds before each reply.")
 @click.option("--register", "registered", is_flag=True, help="In the line: RUN workers find it, with no setting.")
 @whose
 @json_option
 @click.pass_context
 def scripted(
-    ctx: click.Context, file: str | None, handler: str, count: int, port: int, p_correct: float, latency: float,
-    registered: bool, policy: str, as_json: bool,
+    ctx: click.Context, file: str | None, handler: str, count: int, port: int, p_correct: float, says: str,
+    latency: float, registered: bool, policy: str, as_json: bool,
 ) -> None:  # fmt: skip
     """Serve a scripted policy (nobody's model) that knows the answers to the tasks in FILE, until Ctrl-C.
 
@@ -253,14 +254,14 @@ def scripted(
     config = settings(ctx).config()
     if registered:
         config = located(config)
-    answers = answers_of(tasks_for(handler, file, config, count), config)
+    answers = {} if says else answers_of(tasks_for(handler, file, config, count), config)
 
     async def serve(folder: Path) -> None:
         stopped = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stopped.set)
         options = scripted.Options(
-            tokenizer=tokenizer.make(folder), answers=answers, p_correct=p_correct, latency=latency,
+            tokenizer=tokenizer.make(folder), answers=answers, p_correct=p_correct, latency=latency, says=says,
             model=config.policy_of(policy).model,
         )  # fmt: skip
         server = await scripted.start(options, port)

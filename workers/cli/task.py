@@ -51,7 +51,7 @@ def validate(
     settings(ctx).logs("error")
     config = settings(ctx).config()
     with Spool() as spool:
-        put_aside(spool, file, config, **chosen)
+        put_aside(spool, file, config, check=False, **chosen)  # wrong data is a verdict of that task alone
         tasks = [task for task in spool.tasks() if not only or task.id in only]
     missing = sorted(set(only) - {task.id for task in tasks})
     if missing:
@@ -122,5 +122,6 @@ def _write(file: Path, config: Config, tasks: list[Task], found: list[Any]) -> N
                 out.write(f"{line_of(replace(tasks[verdict.number], validated=stamp(config, verdict)))}\n")
         fresh.replace(file)
     except OSError as error:
+        fresh.unlink(missing_ok=True)
         raise TaskError(f"{file} can't be written: {error.strerror}") from None
     click.echo(f"wrote {len(good)} of {len(tasks)} tasks to {file}", err=True)

@@ -41,7 +41,7 @@ class Options:
     """How the server behaves. `tokenizer`: folder or loaded one. Latencies are in seconds, see Pace.
 
     `slots`: calls that run at once, 0 = all. `dev_mode`, `scale_out`: whether it has vLLM's control side and its token
-    path. `poison`: a question that kills the engine.
+    path. `poison`: a question that kills the engine. `says`: what is said where no answer is known.
     """
 
     tokenizer: str | Tokenizer
@@ -59,6 +59,7 @@ class Options:
     dev_mode: bool = True
     scale_out: bool = True
     poison: str = ""
+    says: str = ""
 
 
 @dataclass
@@ -84,7 +85,7 @@ async def start(
     except ValueError as error:
         raise ConfigError(f"--faults {options.faults}: {error}") from None
     rendering = Rendering(options.tokenizer)
-    speech = Speech(rendering, options.answers, options.p_correct, options.drift, options.seed)
+    speech = Speech(rendering, options.answers, options.p_correct, options.drift, options.seed, options.says)
     pace = Pace(
         latency=options.latency, per_token=options.latency_per_token,
         per_prompt_token=options.latency_per_prompt_token, slots=options.slots,

@@ -45,7 +45,7 @@ class Speech:
 
     An entry is an assistant message, or text that is sampled as it stands (control markup such as <tool_call> included:
     that is how a broken call is scripted). `p_correct` is the chance of the right answer, `drift` that of an unusual
-    tokenisation.
+    tokenisation. `says`: what is said where no answer is known.
     """
 
     rendering: Rendering
@@ -53,6 +53,7 @@ class Speech:
     p_correct: float = 0.6
     drift: float = 0.2
     seed: int = 0
+    says: str = ""
 
     def __post_init__(self) -> None:
         tokenizer = self.rendering.tokenizer
@@ -111,7 +112,7 @@ class Speech:
     def _words(self, question: str, turn: int, chance: random.Random) -> list[int]:
         gold = self._gold(question)
         if gold is None:
-            return self._spoken(f"I am a {NAME}. You said: {question[:200]}")
+            return self._spoken(self.says or f"I am a {NAME}. You said: {question[:200]}")
         if isinstance(gold, str):
             right = chance.random() < self.p_correct
             return self._spoken(_say(gold if right else self._wrong(gold, chance), question, chance))

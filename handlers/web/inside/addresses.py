@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 from urllib.parse import urljoin, urlsplit
 
+LONGEST = 2000
+"""Characters of an address; the page that says of a longer one that it is not there would repeat it."""
+
 
 def whole(url: str, here: str, root: str) -> str:
     """A whole http(s) address; a path goes on from the page `here`, from `root` where that is none of the web's.
@@ -14,6 +17,8 @@ def whole(url: str, here: str, root: str) -> str:
     scheme = re.match(r"[a-zA-Z][\w+.-]*:(?!\d)", url)
     if scheme and not re.match(r"https?://", url, re.IGNORECASE):
         raise ValueError(f"{url!r:.200} can't be opened: only http:// and https:// addresses are")
+    if len(url) > LONGEST:
+        raise ValueError(f"an address of {len(url)} characters can't be opened, at most {LONGEST} are")
     if not url:
         raise ValueError("an empty address can't be opened")
     if not scheme:

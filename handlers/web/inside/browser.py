@@ -282,7 +282,8 @@ class Web:
         snapshot = await page.aria_snapshot(mode="ai", timeout=SNAPSHOT_SECONDS * 1000)
         born, title = await page.evaluate("() => [String(performance.timeOrigin), document.title]")
         if len(snapshot) > MOST_CHARACTERS:
-            snapshot = snapshot[:MOST_CHARACTERS].rpartition("\n")[0]
+            begin = snapshot[:MOST_CHARACTERS]
+            snapshot = begin.rpartition("\n")[0] or begin  # one line may be all there is
             self._tabs.notes.append("the page is too large: its end is left out")
         self._elements = {}
 
