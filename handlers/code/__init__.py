@@ -41,7 +41,7 @@ class Code(Turns):
         return as_messages(_prompt(ctx.task, str(ctx.state["function"])))
 
     def prompt(self, task: CodeTask) -> str | list[Message]:
-        return _prompt(task, _function(task))
+        return _prompt(task, "" if task.prompt else _function(task))
 
     async def eval(self, ctx: Context) -> Reward:
         language = ctx.task.how()
