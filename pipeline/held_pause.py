@@ -80,6 +80,7 @@ class HeldPause:
             try:
                 await step(change)
             except (EngineError, ConfigError, TimeoutError) as error:
+                await self._all_know(change)
                 await change.fail(error)
 
         await asyncio.gather(*(one(change) for change in self.sound))
@@ -93,8 +94,18 @@ class HeldPause:
                 return
             await asyncio.sleep(LOOK_SECONDS)
 
+    async def _all_know(self, *changes: Change) -> None:
+        """Wait as `known` where what a server runs is about to be ended: its weights are nobody's.
+
+        A worker that does not know of the pause would ask the same server for the rest at once, and an engine whose
+        load has failed does not survive a token.
+        """
+        if any(change.state == "moving" for change in changes):
+            await self.known()
+
     async def let_go(self) -> None:
         """Every server goes on with the weights that it had, if it has no new ones; then the line does."""
+        await self._all_know(*self.sound)
         await asyncio.gather(*(change.let_go() for change in self.sound))
         await self._backends.lift(self.owner)
 
