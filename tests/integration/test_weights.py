@@ -113,6 +113,30 @@ async def test_the_servers_load_a_folder(two: Site, folders: Callable[[int], str
     assert (policy.version, policy.path, policy.updates, policy.paused) == (5, folders(5), 1, "")
 
 
+async def test_what_a_failed_load_ends_is_ended_when_all_workers_know(
+    two: Site, folders: Callable[[int], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that does not know of the pause asks the same server for the rest at once, and vLLM dies of a token."""
+    await two.client.start_run(1, path=folders(1))
+    backends, before = two.client.backends, (await two.client.policy()).policy.pauses
+    await backends.exchange("a worker", {}, before)
+
+    async def fails(*_: object, **__: object) -> None:
+        raise EngineError("refused", "no weights there")
+
+    monkeypatch.setattr(Engine, "load", fails)
+    update = asyncio.create_task(two.client.update_weights(2, path=folders(2)))
+    engines = [server.engine for server in two.servers.values()]
+    await until(lambda: all(engine.paused for engine in engines))
+    for _ in range(50):
+        pauses = (await two.client.policy()).policy.pauses
+        assert all(engine.paused for engine in engines) and not update.done()
+    await backends.exchange("a worker", {}, pauses)
+    with pytest.raises(PolicyError, match="no policy server took weights 2"):
+        await update
+    assert not any(engine.paused for engine in engines)
+
+
 async def test_the_first_update_begins_without_a_start(two: Site, folders: Callable[[int], str]) -> None:
     await two.client.update_weights(3, path=folders(3))
     policy = (await two.client.policy()).policy
