@@ -234,15 +234,22 @@ def _fraction(found: re.Match[str]) -> str:
 
 
 WRAPPED = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mathit|operatorname|mbox|boxed|fbox)\s*\{([^{}]*)\}")
+
+
+def unwrapped(text: str) -> str:
+    """Without the fonts and boxes around words, three deep."""
+    for _ in range(3):
+        text = WRAPPED.sub(r"\1", text)
+    return text
+
+
 _APART = re.compile(r"(?<=\d)\s+(?=\d)")
 _MOD = re.compile(r"\(?\\?p?b?mod\s*\{?\s*(\w+)\s*\}?\)?")
 
 
 def folded(text: str) -> str:
     """For the comparison of answers as texts: no spaces, no font, words in small letters."""
-    text = bare(text)
-    for _ in range(3):
-        text = WRAPPED.sub(r"\1", text)
+    text = unwrapped(bare(text))
     text = "".join(_APART.sub("|", _MOD.sub(r"(mod\1)", text)).split())
     return text.casefold() if len(text) > 2 and "\\" not in text else text
 
@@ -253,9 +260,7 @@ _LETTER = re.compile(r"\(?\s*([A-Za-z])\s*(?:\)|[.:](?=\s|$)|$)")
 
 def letter(text: str) -> str:
     """The choice that an answer names by its letter ("B", "(B)", "B. 12 m"); "" where it names none, or two."""
-    text = bare(text)
-    for _ in range(2):
-        text = WRAPPED.sub(r"\1", text)
+    text = unwrapped(bare(text))
     found = _LETTER.match(text.strip().strip("{}"))
     if found is None or (found[1].islower() and len(text.strip("().{} ")) > 1):
         return ""

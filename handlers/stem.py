@@ -262,8 +262,7 @@ _LOWERED = str.maketrans("\u2080\u2081\u2082\u2083\u2084\u2085\u2086\u2087\u2088
 def _compound(text: str) -> str:
     """A chemical formula without its markup, capitals kept ("H_2SO_4" is "H2SO4", "Co" is no "CO"); "" for none."""
     text = answers.bare(text.translate(_LOWERED))
-    for _ in range(3):
-        text = answers.WRAPPED.sub(r"\1", text)
+    text = answers.unwrapped(text)
     text = re.sub(r"\\ce(?=\{)|[_{}\s$]", "", text)
     return text if len(text) > 1 and text[0] in f"([{LABELS}" and _COMPOUND.fullmatch(text) else ""
 
@@ -279,6 +278,5 @@ _SMALL = re.compile(r"\b(?:the|an|a)\s+(?=\w)")
 def plain(text: str) -> str:
     """A short text for comparison: no capitals, articles, markup and punctuation."""
     text = answers.bare(text)
-    for _ in range(3):
-        text = answers.WRAPPED.sub(r"\1", text)
+    text = answers.unwrapped(text)
     return _NOT_TEXT.sub(" ", _SMALL.sub("", text.casefold().replace("-", " - "))).strip()
