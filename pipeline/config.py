@@ -211,6 +211,16 @@ class DatasetConfig(Section):
     limits: dict[str, float] = Field(default_factory=dict)
 
 
+class GroupsConfig(Section):
+    """How a group of samples closes; the lane `eval` is left alone."""
+
+    extra: Count = 0
+    usable: Count = 0
+    deadline: Seconds = 0.0
+    rest: Literal["cancel", "later"] = "cancel"
+    keep: Literal["all", "scored", "spread"] = "all"
+
+
 class PayloadConfig(Section):
     """How large data lies in Redis."""
 
@@ -235,6 +245,7 @@ class Config(Section):
     sandbox: SandboxConfig = SandboxConfig()
     images: ImagesConfig = ImagesConfig()
     artifacts: ArtifactsConfig = ArtifactsConfig()
+    groups: GroupsConfig = GroupsConfig()
     payload: PayloadConfig = PayloadConfig()
     datasets: dict[Name, DatasetConfig] = Field(default_factory=dict)
 

@@ -15,6 +15,9 @@ from pipeline.trajectory import Trajectory
 
 Outcome = Literal["scored", "failed", "cancelled"]
 
+CLOSED = "closed"
+"""Kind of a rollout that was cancelled because its group closed without it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
@@ -36,7 +39,8 @@ class Rollout:
     `state`: the handler's own map. `seconds`: enqueued to ended. `worked`: seconds of work over all attempts. `losses`:
     times it was given out again without its own fault. `staleness`: updates of the weights between its oldest sampled
     token and its pop; None where nothing was sampled, or no trainer has named a version. `stale`: that is more than
-    max_staleness.
+    max_staleness, or that it is `late`: its group had closed without it. `sampled`: tokens that the policy sampled,
+    also of a rollout that was cut and has no trajectory.
     """
 
     id: str
@@ -61,6 +65,13 @@ class Rollout:
     worked: float = 0.0
     staleness: int | None = None
     stale: bool = False
+    late: bool = False
+
+    @property
+    def sampled(self) -> int:
+        if self.trajectory is not None:
+            return self.trajectory.sampled
+        return next((int(item["tokens"]) for item in reversed(self.attempts) if item.get("tokens")), 0)
 
     @property
     def versions(self) -> tuple[int, int] | None:
@@ -90,14 +101,32 @@ class Batch(Sequence[Rollout]):
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """All members of one task, whatever their outcome."""
+    """All members of one task, whatever their outcome.
+
+    `wanted`: scored members that it should have. `closed`: why it did not wait for all of them, "usable" (enough were
+    scored) or "deadline"; empty where it did. A group that closed and let the rest go on comes a second time with that
+    rest, `late`.
+    """
 
     id: str
     rollouts: tuple[Rollout, ...]
+    wanted: int = 0
+    closed: str = ""
+    late: bool = False
 
     @property
     def scored(self) -> tuple[Rollout, ...]:
         return tuple(rollout for rollout in self.rollouts if rollout.outcome == "scored")
+
+    @property
+    def cut(self) -> tuple[Rollout, ...]:
+        """Members that were cancelled when the group closed: `seconds`, `worked`, `sampled` say how long they were."""
+        return tuple(rollout for rollout in self.rollouts if rollout.failure and rollout.failure.kind == CLOSED)
+
+    @property
+    def partial(self) -> bool:
+        """Fewer members were scored than it should have."""
+        return len(self.scored) < self.wanted
 
     @property
     def mean(self) -> float | None:
@@ -116,7 +145,7 @@ def read(popped: Popped, fields: dict[str, bytes], attempts: list[dict[str, Any]
     started, ended = int(text("entered") or 0), int(text("ended") or 0)
     about: dict[str, Any] = {
         "losses": int(text("losses") or 0), "attempts": attempts, "seconds": max(0, ended - started) / 1000,
-        "worked": int(text("worked") or 0) / 1000,
+        "worked": int(text("worked") or 0) / 1000, "late": bool(text("late")),
     }  # fmt: skip
     failure = None
     if text("kind"):
