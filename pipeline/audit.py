@@ -7,6 +7,7 @@ pairs of keys in a transaction. What it finds is therefore wrong, and not only i
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +22,7 @@ MOST = 100
 STAGES = (*(stage.value for stage in WORKING), "done")
 SINGLE = {
     "schema", "seq", "due", "places", "workers", "beats", "counts", "tick", "blind", "backends", "policy", "versions",
-    "loads",
+    "loads", "closing", "paused", "spare",
 }  # fmt: skip
 FAMILIES = {
     "r", "a", "p", "t", "g", "m", "ready", "place", "lease", "delayed", "groups", "own", "died", "credit", "claim",
@@ -52,7 +53,7 @@ async def audit(queue: Queue) -> list[str]:
     found.lanes |= set(queue.config.line.lanes)
     await _members(queue, found)
     findings = list(found.wrong)
-    for check in (_rollouts, _owners, _payloads, _groups, _complete, _lanes, _counters, _backends, _lives):
+    for check in (_rollouts, _owners, _payloads, _groups, _complete, _spare, _lanes, _counters, _backends, _lives):
         findings.extend(await check(queue, found))
     if len(findings) > MOST:
         findings[MOST:] = [f"and {len(findings) - MOST} findings more"]
@@ -200,11 +201,30 @@ async def _complete(queue: Queue, found: Found) -> list[str]:
         ready = queue.key("groups", lane)
         async for page in _pages(queue, "ZSCAN", ready):
             names = page[::2]
-            looks = [(("ZSCORE", ready, name), ("HMGET", queue.key("g", name), "done", "samples")) for name in names]
-            for name, (there, (done, samples)) in zip(names, await _pairs(queue, looks), strict=True):
-                if there is not None and samples is not None and done != samples:
+            about = ("done", "samples", "closed", "rest")
+            looks = [(("ZSCORE", ready, name), ("HMGET", queue.key("g", name), *about)) for name in names]
+            for name, (there, (done, samples, closed, rest)) in zip(names, await _pairs(queue, looks), strict=True):
+                parted = closed and rest == b"later"
+                if there is not None and samples is not None and done != samples and not parted:
                     findings.append(f"group {name} stands as complete with {int(done)} of {int(samples)} samples done")
     return findings
+
+
+async def _spare(queue: Queue, found: Found) -> list[str]:
+    """The members that begun groups will not need are counted by lane: as many as the groups say, in one step."""
+    names = sorted(found.groups)
+    look = (("HGETALL", queue.key("spare")), *(("HMGET", queue.key("g", name), "lane", "spare") for name in names))
+    ((counted, *groups),) = await _pairs(queue, [look])
+    pairs = counted.items() if isinstance(counted, dict) else zip(counted[::2], counted[1::2], strict=True)
+    wanted = {_text(lane): int(count) for lane, count in pairs}
+    summed: Counter[str] = Counter()
+    for lane, spare in groups:
+        summed[_text(lane or b"")] += int(spare or 0)
+    return [
+        f"lane {lane} counts {wanted.get(lane, 0)} spare members, its groups {summed[lane]}"
+        for lane in sorted(wanted.keys() | summed.keys())
+        if wanted.get(lane, 0) != summed[lane]
+    ]
 
 
 async def _lanes(queue: Queue, found: Found) -> list[str]:

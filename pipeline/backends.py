@@ -19,7 +19,13 @@ from pipeline.errors import ConfigError, PolicyError
 from pipeline.leases import sendable, text_of
 from pipeline.queue import Queue
 
-KINDS = ("vllm", "openai")
+KINDS = ("vllm", "openai", "nemo-rl")
+ENDPOINTS = {"openai": "completions", "nemo-rl": "chat"}
+"""By kind, the one that it has; of a vLLM it is found out."""
+
+UNLABELLED = ("completions", "chat")
+"""Endpoints whose replies do not say which weights sampled them."""
+
 SHARE_SECONDS = 5.0
 """For so long a worker's share of the load counts after its last exchange; it exchanges every second."""
 
@@ -31,9 +37,10 @@ SEEN_SECONDS = 2.0
 class Backend:
     """One policy server.
 
-    `kind`: "vllm" (token interface and control side) or "openai" (`/v1/completions` with token ids, no control side).
-    `model`: the name under which it serves; "" = policy.model. `tokenizer`: its folder, "" unknown. `endpoint`:
-    "generate", "completions", or "" before anybody asked. `window`: tokens of prompt and completion, 0 unknown.
+    `kind`: "vllm" (token interface and control side), "openai" (`/v1/completions` with token ids, no control side) or
+    "nemo-rl" (chat completions that take a prefix of ids, see pipeline.chat; no control side). `model`: the name under
+    which it serves; "" = policy.model. `tokenizer`: its folder, "" unknown. `endpoint`: "generate", "completions",
+    "chat", or "" before anybody asked. `window`: tokens of prompt and completion, 0 unknown.
     `version`: of its weights; None where nobody knows, or while they move. `owner`: who keeps its lease. `why`: for
     people, why it gets no calls. `ends`: Unix time of its lease's end, inf without a lease.
     """

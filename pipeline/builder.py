@@ -49,6 +49,11 @@ class TrajectoryBuilder:
         done = sum(turn.kind == "action" for sequence in self._done for turn in sequence.turns)
         return done + sum(turn.kind == "action" for turn in self._turns)
 
+    @property
+    def sampled(self) -> int:
+        """Tokens that the policy sampled so far, over all sequences."""
+        return sum(int(sequence.loss_mask.sum()) for sequence in self._done) + sum(self._mask)
+
     def prompt(self, ids: SequenceOf[int], **about: Any) -> None:
         """Add tokens before the first action: mask 0, logprob 0.0."""
         self._unsampled("prompt", ids, about)
@@ -56,6 +61,21 @@ class TrajectoryBuilder:
     def observation(self, ids: SequenceOf[int], **about: Any) -> None:
         """Add tokens after an action that the policy did not sample: mask 0, logprob 0.0."""
         self._unsampled("observation", ids, about)
+
+    def reread(self, ids: SequenceOf[int], **about: Any) -> None:
+        """The server rendered what stands behind the last action itself: the whole sequence is `ids`.
+
+        The newest prompt or observation becomes what it read. Raises TrajectoryError, and changes nothing, where `ids`
+        do not begin with all tokens up to the end of the last action.
+        """
+        kept = max((turn.end for turn in self._turns if turn.kind == "action"), default=0)
+        if not _same(self.ids[:kept], ids[:kept]):
+            raise TrajectoryError(f"the server read other ids than the {kept} that were read and sampled before")
+        while self._turns and self._turns[-1].start >= kept and self._turns[-1].kind != "action":
+            self._turns.pop()
+        for kind in (self.ids, self._mask, self._logprobs):
+            del kind[kept:]
+        (self.observation if kept else self.prompt)(ids[kept:], **about)
 
     def action(
         self,

@@ -18,7 +18,7 @@ import logging
 import os
 import socket
 import uuid
-from collections.abc import Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -28,6 +28,7 @@ from pipeline.connection import check, connect
 from pipeline.consumer import Consumer
 from pipeline.envelope import Task
 from pipeline.errors import ConfigError, RedisUnavailable, TaskError
+from pipeline.groups import GroupPolicy
 from pipeline.inspect import counts, depth, workers
 from pipeline.outstanding import Outstanding
 from pipeline.producer import Producer
@@ -99,16 +100,26 @@ class RolloutClient:
     # -- in ----------------------------------------------------------------------------------------------------------
 
     async def enqueue(
-        self, tasks: Iterable[Task], *, samples: int = 1, priority: int = 0, lane: str = "train", wait: float = 0.0
+        self,
+        tasks: Iterable[Task],
+        *,
+        samples: int = 1,
+        priority: int = 0,
+        lane: str = "train",
+        wait: float = 0.0,
+        groups: GroupPolicy | None = None,
     ) -> list[str]:
         """Enqueue each task's `samples`, all or none of a task; returns the rollouts' ids, task by task.
 
-        The same task id enqueued again changes nothing. Higher `priority` goes first. Raises TaskError with
-        nothing enqueued, and QueueFull or MemoryHigh (after `wait` seconds of trying): the tasks before the refused one
-        are in, the refused one is not.
+        The same task id enqueued again changes nothing. Higher `priority` goes first. `groups`: how they close, and how
+        many extra samples are started for that (None: as the settings say; in the lane eval they are always whole).
+        Raises TaskError with nothing enqueued, and QueueFull or MemoryHigh (after `wait` seconds of trying): the tasks
+        before the refused one are in, the refused one is not.
         """
         self._check_lane(lane)
-        return await self._producer.enqueue(tasks, samples=samples, priority=priority, lane=lane, wait=wait)
+        return await self._producer.enqueue(
+            tasks, samples=samples, priority=priority, lane=lane, wait=wait, groups=groups
+        )
 
     def _check_lane(self, lane: str) -> None:
         if lane not in self.config.line.lanes:
@@ -137,12 +148,21 @@ class RolloutClient:
         self._check_lane(lane)
         return await self._consumer.pop_groups(n, timeout, lane)
 
-    async def ack(self, popped: Batch | Group | Iterable[Group | Rollout] | Rollout) -> None:
+    def named(self, wanted: Callable[[], Sequence[str]], lane: str = "train") -> AsyncGenerator[Batch, None]:
+        """For `pipeline.by_id`: turn after turn, what has ended of the ids that `wanted` then gives, leased.
+
+        Each turn gives a Batch, often an empty one; close the generator (`contextlib.aclosing`).
+        """
+        self._check_lane(lane)
+        return self._consumer.named(wanted, lane)
+
+    async def ack(self, popped: Batch | Group | Iterable[Group | Rollout] | Rollout, *, drop: bool = False) -> None:
         """The trainer is done with these: the line forgets them. Safe twice.
 
+        `drop`: it does not train on them, so they do not count as popped where new rollouts are bounded.
         Logs a warning for a rollout whose lease ran out before the ack: another consumer may have it too.
         """
-        await self._consumer.ack(popped)
+        await self._consumer.ack(popped, drop=drop)
 
     # -- weights -----------------------------------------------------------------------------------------------------
 
@@ -226,6 +246,17 @@ class RolloutClient:
         return await self.backends.view()
 
     # -- care --------------------------------------------------------------------------------------------------------
+
+    async def pause_run(self, why: str = "", lane: str = "train") -> None:
+        """Nothing new of a lane begins at INIT; groups that have begun go on to their end. It holds until `resume_run`,
+        also when this client leaves. To stop the policy too, at once: `pause`."""
+        self._check_lane(lane)
+        await self.queue.pause_lane(lane, why or f"{self.name} asked for it")
+
+    async def resume_run(self, lane: str = "train") -> None:
+        """Go on after `pause_run`. Safe twice."""
+        self._check_lane(lane)
+        await self.queue.resume_lane(lane)
 
     async def restore(self) -> int:
         """Enqueue again what this client waits for and the server has no record of (it came back empty); how many."""

@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from pipeline.connection import connect, connect_sync
@@ -20,6 +21,7 @@ from pipeline.producer import Producer
 from pipeline.queue import Queue
 from pipeline.results import Batch, Group, Rollout, read
 from pipeline.staleness import with_staleness
+from pipeline.waiting import Watch
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +39,7 @@ class Consumer:
         self._popping = asyncio.Lock()
         self._ticked = self._asked = time.monotonic()
         self._dropped: list[Rollout] = []
+        self._watches: dict[str, Watch] = {}
 
     def open(self) -> None:
         """From now on what is popped is kept alive."""
@@ -61,6 +64,10 @@ class Consumer:
         """Ids that are popped and not acked."""
         return self._keeper.ids() if self._keeper else set()
 
+    def watching(self, lane: str) -> Watch:
+        """Inside of its `async with`, what keeps the lane from going on is logged (pipeline/waiting.py)."""
+        return self._watches.setdefault(lane, Watch(self._config, lane, self._name))
+
     async def pop(self, n: int, timeout: float | None, lane: str) -> Batch:
         """What `RolloutClient.pop` promises."""
         _check_count(n)
@@ -80,10 +87,14 @@ class Consumer:
             undo.pop_all()
             raise incomplete
 
-    async def pop_groups(self, n: int, timeout: float | None, lane: str) -> list[Group]:
-        """What `RolloutClient.pop_groups` promises."""
+    async def pop_groups(
+        self, n: int, timeout: float | None, lane: str, *, least: int | None = None, dropped: list[str] | None = None
+    ) -> list[Group]:
+        """What `RolloutClient.pop_groups` promises. `least`: so few are enough; those that were dropped for their age
+        count too, their ids are added to `dropped`."""
         _check_count(n)
         groups: list[Group] = []
+        gone: list[str] = [] if dropped is None else dropped
         async with self._popping, contextlib.AsyncExitStack() as undo:
             undo.push_async_callback(lambda: self._give_back(groups))
             async with contextlib.aclosing(self._ticks(timeout, lane)) as ticks:
@@ -92,13 +103,33 @@ class Consumer:
                     found = await self._queue.pop_groups(lane, n - len(groups), self._name, lease, patience=timeout)
                     for group, leases in found:
                         batch = await self._read(leases, lane, whole=True)
-                        groups += [Group(group, batch.rollouts)] if batch else []
-                    if len(groups) >= n:
+                        groups += [await self._group(group, batch.rollouts)] if batch else []
+                        gone += [] if batch else [group]
+                    if len(groups) >= n or (least is not None and len(groups) + len(gone) >= least):
                         undo.pop_all()
                         return groups
             incomplete = await self._incomplete(groups, n, len(groups), "groups", lane, timeout)
             undo.pop_all()
             raise incomplete
+
+    async def named(self, wanted: Callable[[], Sequence[str]], lane: str) -> AsyncGenerator[Batch, None]:
+        """Turn after turn what has ended, leased, of the ids that `wanted` then gives; other rollouts stay in the lane.
+
+        Nothing is dropped for its age: whoever asked for it by name is told.
+        """
+        async with contextlib.aclosing(self._ticks(None, lane)) as ticks:
+            async for _ in ticks:
+                leases = await self._queue.pop_ids(wanted(), self._name, self._config.lease.done_seconds)
+                yield await self._read(leases, lane, keep=True)
+
+    async def _group(self, group: str, rollouts: tuple[Rollout, ...]) -> Group:
+        """The group of these members, which are leased: so its hash is there."""
+        names = ("samples", "asked", "wanted", "closed")
+        samples, asked, wanted, closed = await self._queue.execute("HMGET", self._queue.key("g", group), *names)
+        return Group(
+            group, rollouts, wanted=int(wanted or asked or samples or len(rollouts)), closed=(closed or b"").decode(),
+            late=all(rollout.late for rollout in rollouts),
+        )  # fmt: skip
 
     async def ack(self, popped: Any, *, drop: bool = False) -> None:
         """The line forgets them. `drop`: they don't count as trained on."""
@@ -138,17 +169,18 @@ class Consumer:
         task = asyncio.current_task()
         cancels = task.cancelling() if task else 0
         try:
-            while True:
-                if task and task.cancelling() > cancels:  # wait_for, inside redis-py, swallows one on Python 3.11
-                    raise asyncio.CancelledError
-                yield
-                left = until - time.monotonic() if until is not None else 1.0
-                if left <= 0:
-                    return
-                key = self._queue.key("bell", "done", lane)
-                wait = min(1.0, self._config.lease.tick, max(0.01, left))
-                await self._queue.wait_for_bell(bell, key, wait, patience=timeout)
-                await self._upkeep()
+            async with self.watching(lane):
+                while True:
+                    if task and task.cancelling() > cancels:  # wait_for, inside redis-py, swallows one on Python 3.11
+                        raise asyncio.CancelledError
+                    yield
+                    left = until - time.monotonic() if until is not None else 1.0
+                    if left <= 0:
+                        return
+                    key = self._queue.key("bell", "done", lane)
+                    wait = min(1.0, self._config.lease.tick, max(0.01, left))
+                    await self._queue.wait_for_bell(bell, key, wait, patience=timeout)
+                    await self._upkeep()
         finally:
             if self._dropped:
                 log.warning("of lane %s %s", lane, self._said_of_dropped())
@@ -167,16 +199,17 @@ class Consumer:
             except (MemoryHigh, QueueFull) as error:
                 log.warning("what the server lost can't be enqueued again now: %s", error)
 
-    async def _read(self, leases: Sequence[Popped], lane: str, *, whole: bool = False) -> Batch:
+    async def _read(self, leases: Sequence[Popped], lane: str, *, whole: bool = False, keep: bool = False) -> Batch:
         """Records of leased rollouts; the leases are kept alive from here on. What is too stale is dropped, where
-        policy.stale says so: alone, or all of them when they belong together (`whole`)."""
+        policy.stale says so and not `keep`: alone, or all of them when they belong together (`whole`)."""
         if self._keeper is None:
             raise RuntimeError("this client is not open: use `async with RolloutClient()` or call `open()` first")
         self._keeper.hold(leases)
         try:
             records = await asyncio.gather(*(self._read_one(lease) for lease in leases))
             rollouts = await with_staleness(self._queue, records, lane)
-            old = [rollout for rollout in rollouts if rollout.stale] if self._config.policy.stale == "drop" else []
+            drops = self._config.policy.stale == "drop" and not keep
+            old = [rollout for rollout in rollouts if rollout.stale] if drops else []
             if old:
                 old = list(rollouts) if whole else old
                 await self.ack(old, drop=True)
@@ -186,7 +219,7 @@ class Consumer:
             raise
         gone = {rollout.id for rollout in old}
         return Batch(
-            tuple(rollout for rollout in rollouts if rollout.id not in gone),
+            tuple(marked(rollout) for rollout in rollouts if rollout.id not in gone),
             tuple(lease for lease in leases if lease.id not in gone),
         )
 
@@ -213,6 +246,11 @@ class Consumer:
             return ""
         ages = sorted(rollout.staleness or 0 for rollout in self._dropped)
         return f"{len(ages)} rollouts were dropped: too stale by max_staleness (up to {ages[-1]} updates old)"
+
+
+def marked(rollout: Rollout) -> Rollout:
+    """What its group let go on past its close is stale, however old its weights are."""
+    return replace(rollout, stale=True) if rollout.late else rollout
 
 
 def _check_count(n: int) -> None:

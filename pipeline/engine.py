@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
+from pipeline import chat
 from pipeline.errors import ConfigError, PolicyError, PolicyReplyError
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ class About(NamedTuple):
 
 
 class Probe(NamedTuple):
-    """One token was generated, on `endpoint` ("generate" or "completions"), within `seconds`.
+    """One token was generated, on `endpoint` ("generate", "completions" or "chat"), within `seconds`.
 
     `version`: of the weights that sampled it; None where the server tells none."""
 
@@ -80,7 +81,7 @@ class Engine:
     """
 
     def __init__(self, url: str, session: aiohttp.ClientSession | None = None, *, timeout: float = TIMEOUT) -> None:
-        self.url = url.rstrip("/")
+        self.url = url.rstrip("/").removesuffix("/v1")  # some name a server by the path of its OpenAI interface
         self.timeout = timeout
         self._session = session
         self._owned = session is None
@@ -132,7 +133,7 @@ class Engine:
         return str(self._field(body, "weight_version"))
 
     async def probe(self, model: str = "", endpoint: str = "", *, priority: int | None = None) -> Probe:
-        """Generate one token. `endpoint`: "generate", "completions", or "" to find out which it has.
+        """Generate one token. `endpoint`: "generate", "completions", "chat", or "" to find out which of the first two.
 
         `priority` is sent only where given: lower goes first on servers that schedule by priority.
         """
@@ -141,6 +142,8 @@ class Engine:
             about["model"] = model
         if priority is not None:
             about["priority"] = priority
+        if endpoint == "chat":
+            return await self._probe_chat(about)
         if endpoint != "completions":
             try:
                 return await self._probe_generate(about)
@@ -176,6 +179,23 @@ class Engine:
         path, began = "/v1/completions", time.monotonic()
         self._choice(await self._ask(path, asked, lacking="token ids can't be had from it"), path)
         return Probe("completions", await self.version(), time.monotonic() - began)
+
+    async def _probe_chat(self, about: Mapping[str, Any]) -> Probe:
+        began = time.monotonic()
+        body = await self._ask(chat.PATH, {**about, **chat.probe()}, lacking="it has no chat completions")
+        try:
+            told = chat.told(json.loads(body))
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError):
+            raise EngineError("misfit", f"{self.url}{chat.PATH} answers {error_text(body)[:100]}") from None
+        if told.prompt is None or told.ids is None:
+            raise EngineError("misfit", f"{self.url}{chat.PATH} does not say which ids it read and sampled")
+        if told.prompt[: len(chat.PROBED)] != list(chat.PROBED):
+            raise EngineError(
+                "misfit",
+                f"{self.url}{chat.PATH} takes no required_prefix_token_ids: it would tokenise anew what was sampled "
+                "(NeMo RL's own server takes them, a plain vLLM with NeMo RL's prefix plugin; kind openai needs none)",
+            )
+        return Probe("chat", await self.version(), time.monotonic() - began)
 
     async def _ask(self, path: str, asked: Mapping[str, Any], lacking: str) -> bytes:
         status, body = await self._send("POST", path, asked)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -82,10 +83,10 @@ async def _waiting(queue: Queue, key: str) -> tuple[int, float]:
 async def depth(queue: Queue) -> dict[str, dict[str, Any]]:
     """Per stage: ready (by lane), leased, delayed, dead, and the age of the next in turn (seconds).
 
-    Of the ready ones, by lane, `place` counts those that wait for a place of a sandbox host, `weights` those that the
-    trainer's bound keeps at INIT until its next update.
+    `paused` says of each lane that is paused why. Of the ready ones, by lane, `place` counts those that wait for a
+    place of a sandbox host, `weights` those that the trainer's bound keeps at INIT until its next update.
     """
-    lanes, bound = list(queue.config.line.lanes), await admission(queue)
+    lanes, bound, halted = list(queue.config.line.lanes), await admission(queue), await pauses(queue)
     out: dict[str, dict[str, Any]] = {}
     for stage in STAGES:
         by_lane = await asyncio.gather(*(stage_depth(queue, stage, lane) for lane in lanes))
@@ -100,8 +101,22 @@ async def depth(queue: Queue) -> dict[str, dict[str, Any]]:
                 item.lane: bound.held_up(item.lane, item.ready) if bound and stage == WORKING[0].value else 0
                 for item in by_lane
             },
+            "paused": halted if stage == WORKING[0].value else {},
         }  # fmt: skip
     return out
+
+
+async def pauses(queue: Queue) -> dict[str, str]:
+    """Lanes of which nothing new begins at INIT (`pause_run`), each with a sentence."""
+    flat = await queue.execute("HGETALL", queue.key("paused"))
+    pairs = flat.items() if isinstance(flat, dict) else zip(flat[::2], flat[1::2], strict=True)
+    found = {lane.decode(): json.loads(about) for lane, about in pairs}
+    clock = time.time()
+    return {
+        lane: f"the run of lane {lane} is paused for {max(0.0, clock - about['since']):.0f} s ({about['why']}): "
+        f"`rollout run resume --lane {lane}` lets it go on"
+        for lane, about in found.items()
+    }
 
 
 async def counts(queue: Queue) -> dict[str, int]:
@@ -122,8 +137,11 @@ async def admission(queue: Queue) -> Admission | None:
 
 
 async def begun(queue: Queue, lane: str) -> int:
-    """Rollouts of a lane that INIT has begun and that are not acked."""
-    return int(await queue.execute("SCARD", queue.key("started", lane)))
+    """Rollouts of a lane that INIT has begun and that are not acked, without those that their groups will not need."""
+    count, spare = await asyncio.gather(
+        queue.execute("SCARD", queue.key("started", lane)), queue.execute("HGET", queue.key("spare"), lane)
+    )
+    return int(count) - int(spare or 0)
 
 
 def _set_of(queue: Queue, stage: str, state: str, lane: str) -> str:
@@ -201,20 +219,20 @@ async def where(queue: Queue, ids: list[str]) -> dict[str, Where]:
     rows = await asyncio.gather(*(queue.execute("HMGET", queue.key("r", id), *names) for id in ids))
     if not any(row[0] for row in rows):
         return {}
-    alive, clock, bound = await workers(queue), await now(queue), await admission(queue)
+    alive, clock, bound, halted = await workers(queue), await now(queue), await admission(queue), await pauses(queue)
     out: dict[str, Where] = {}
     for id, row in zip(ids, rows, strict=True):
         if not row[0]:
             continue
         values = {name: item.decode("utf-8", "replace") if item else "" for name, item in zip(names, row, strict=True)}
         age = max(0.0, clock - int(values["since"] or 0) / 1000)
-        may = bound is not None and await queue.execute("HEXISTS", queue.key("g", values["group"]), "begun")
-        why = _why(values, age, alive, None if may else bound)
+        may = (bound or halted) and await queue.execute("HEXISTS", queue.key("g", values["group"]), "begun")
+        why = _why(values, age, alive, None if may else bound, "" if may else halted.get(values["lane"], ""))
         out[id] = Where(id=id, stage=values["stage"], state=values["state"], why=why, fields=values)
     return out
 
 
-def _why(values: dict[str, str], age: float, alive: list[dict[str, Any]], bound: Admission | None) -> str:
+def _why(values: dict[str, str], age: float, alive: list[dict[str, Any]], bound: Admission | None, halted: str) -> str:
     stage, state = values["stage"], values["state"]
     serving = [worker for worker in alive if worker["stage"] == stage]
     if stage == "done":
@@ -229,6 +247,8 @@ def _why(values: dict[str, str], age: float, alive: list[dict[str, Any]], bound:
         return f"in work in {stage} for {age:.0f} s by {values['owner']}{paused}{silent}"
     if state == "delayed":
         return f"waits {age:.0f} s in {stage} for its next try"
+    if halted and stage == "init":
+        return f"waits {age:.0f} s in init: {halted}"
     if not serving:
         return f"waits {age:.0f} s in {stage}: no live worker serves it (start one: rollout work {stage})"
     if all(worker.get("stopping") for worker in serving):

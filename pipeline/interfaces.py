@@ -87,7 +87,9 @@ class Sandbox(Protocol):
 class Completion:
     """One model call's result. `ids` and `logprobs` have one entry per sampled token.
 
-    `versions`: (version, start, end) over `ids`, gapless. `finish_reason`: stop, length or abort.
+    `versions`: (version, start, end) over `ids`, gapless. `finish_reason`: stop, length or abort. `prompt_ids`: the
+    prompt as the server read it, where it rendered it itself and the ids are not those that it was asked with; what
+    was read or sampled before is the same. `endpoint`: "chat" of such a server, "" of those that take ids.
     """
 
     ids: Sequence[int]
@@ -97,6 +99,8 @@ class Completion:
     sampling: dict[str, Any] = field(default_factory=dict)
     started: float = 0.0
     seconds: float = 0.0
+    prompt_ids: Sequence[int] | None = None
+    endpoint: str = ""
 
 
 class Parsed(NamedTuple):

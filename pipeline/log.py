@@ -21,6 +21,7 @@ class AttemptLog(logging.LoggerAdapter[logging.Logger]):
     def __init__(self, logger: logging.Logger, **about: Any) -> None:
         super().__init__(logger, about)
         self.tail = ""
+        self.sampled = 0  # tokens that the policy had sampled when the attempt ended
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
         kwargs["extra"] = {**(self.extra or {}), **kwargs.get("extra", {})}

@@ -38,7 +38,7 @@ class Outstanding:
         return sum(len(group.samples) for group in self._groups.values())
 
     def add(self, group: str, task: Task, about: dict[str, Any]) -> None:
-        """Remember a group; `about` has samples, priority, lane and enqueued (Unix time)."""
+        """Remember a group; `about` has samples, asked, closes, priority, lane and enqueued (Unix time)."""
         self._forget_old()
         self._groups[group] = _Group(task, about, set(range(about["samples"])))
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from pipeline.envelope import Envelope, Task, check_task, encode, encode_compressed, rollout_id
 from pipeline.errors import MemoryHigh, QueueFull, TaskError
+from pipeline.groups import EVAL_LANE, WHOLE, GroupPolicy
 from pipeline.outstanding import Outstanding
 from pipeline.queue import Queue
 
@@ -28,10 +29,22 @@ class Producer:
         self._config = queue.config
         self._outstanding = outstanding
 
-    async def enqueue(self, tasks: Iterable[Task], *, samples: int, priority: int, lane: str, wait: float) -> list[str]:
+    async def enqueue(
+        self,
+        tasks: Iterable[Task],
+        *,
+        samples: int,
+        priority: int,
+        lane: str,
+        wait: float,
+        groups: GroupPolicy | None = None,
+    ) -> list[str]:
         """What `RolloutClient.enqueue` promises."""
-        if not 1 <= samples <= MOST_SAMPLES:
-            raise TaskError(f"samples is {samples}: a group has 1 to {MOST_SAMPLES} (one step writes them all)")
+        closes = self._closes(groups, lane)
+        if not 1 <= samples <= samples + closes.extra <= MOST_SAMPLES:
+            more = f" and {closes.extra} extra" if closes.extra else ""
+            raise TaskError(f"samples is {samples}{more}: a group has 1 to {MOST_SAMPLES} (one step writes them all)")
+        closes.check(samples)
         if not -1_000_000 <= priority <= 1_000_000:
             raise TaskError(f"priority is {priority}: it must lie within -1000000 and 1000000")
         wanted = list(tasks)
@@ -40,7 +53,7 @@ class Producer:
         ids: list[str] = []
         known = 0
         for task in wanted:
-            named, fresh = await self._enqueue(task, samples, priority, lane, wait)
+            named, fresh = await self._enqueue(task, samples, closes, priority, lane, wait)
             ids.extend(named)
             known += len(named) - fresh
         if known:
@@ -49,10 +62,24 @@ class Producer:
             )
         return ids
 
-    async def _enqueue(self, task: Task, samples: int, priority: int, lane: str, wait: float) -> tuple[list[str], int]:
+    def _closes(self, groups: GroupPolicy | None, lane: str) -> GroupPolicy:
+        """How these groups close: as the caller says, else as the settings do; those of the lane `eval` are whole."""
+        if lane != EVAL_LANE:
+            return GroupPolicy.of(self._config.groups) if groups is None else groups
+        if groups not in (None, WHOLE):
+            raise TaskError(f"a group of lane {lane!r} is always whole, or its report would leave out what took long")
+        return WHOLE
+
+    async def _enqueue(
+        self, task: Task, asked: int, closes: GroupPolicy, priority: int, lane: str, wait: float
+    ) -> tuple[list[str], int]:
         """The rollouts' ids, and how many of them are new."""
+        samples = asked + closes.extra
         group = task.id or f"{task.handler.rpartition(':')[2].lower()}-{uuid.uuid4().hex[:12]}"
-        about = {"samples": samples, "priority": priority, "lane": lane, "enqueued": time.time()}
+        about = {
+            "samples": samples, "priority": priority, "lane": lane, "enqueued": time.time(), "asked": asked,
+            "closes": closes,
+        }  # fmt: skip
         ids = [rollout_id(group, sample) for sample in range(samples)]
         until = time.monotonic() + wait
         while True:
@@ -87,10 +114,12 @@ class Producer:
             )
             for sample in samples
         ]
+        closes: GroupPolicy = about["closes"]
         return await self._queue.enqueue(
             group, encode_compressed(task), [(item.id, encode(item)) for item in envelopes], lane=about["lane"],
             priority=about["priority"], samples=about["samples"], queue_ttl=self._config.limits.queue_ttl,
-            deadline=task.deadline, handler=task.handler,
+            deadline=task.deadline, handler=task.handler, asked=about["asked"], wanted=closes.wanted(about["asked"]),
+            life=closes.deadline, rest=closes.rest,
         )  # fmt: skip
 
     async def restore(self, held: set[str]) -> int:

@@ -13,7 +13,8 @@ stated.
     p:ID:TOKEN      string   payload written by the holder of TOKEN (zstd msgpack); expires until a commit makes it stay
     t:GROUP         string   the task of a group (zstd msgpack); where a letter needs it, it outlives the last ack by
                              keep.dead_days
-    g:GROUP         hash     samples lane order done left letters begun
+    g:GROUP         hash     samples asked lane order done left letters begun; wanted life rest, and usable closed part
+                             clock spare, where it may close before all have ended
     m:GROUP         set      ids of the group that are not acked
     ready:STAGE:LANE zset    waiting rollouts by order (age of the group, moved by priority); STAGE done: to be popped
     place:LANE      zset     waiting rollouts of INIT that need a sandbox: for a host with a free place
@@ -21,6 +22,9 @@ stated.
     lease:STAGE     zset     leased rollouts by the end of their lease (server ms)
     delayed:STAGE   zset     rollouts that wait for a retry, by due time (ms)
     groups:LANE     zset     complete groups, by order
+    closing         zset     groups with a deadline by the time at which they close (ms)
+    paused          hash     lane -> why nothing new of it begins at INIT (JSON)
+    spare           hash     lane -> members of begun groups beyond the number with which those close
     due             zset     rollouts by the time their deadline or queue_ttl ends (ms)
     own:WORKER      set      ids that a worker or consumer holds; empty = gone
     died:WORKER     string   how many rollouts it held when its leases ran out; 1 h
@@ -54,6 +58,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
@@ -216,16 +221,24 @@ class Queue:
         queue_ttl: float = 0.0,
         deadline: float | None = None,
         handler: str = "",
+        asked: int | None = None,
+        wanted: int = 0,
+        life: float = 0.0,
+        rest: str = "cancel",
     ) -> int:
         """Write a task's samples, all or none; returns how many were new. `handler`: its name in the task.
 
+        Of its `samples`, `asked` were asked for; the group closes with `wanted` scored ones, or `life` seconds after
+        its first member's start (0: it does not). `rest`: "later" lets the others go on then.
         Raises QueueFull or MemoryHigh: nothing was written then. `deadline` is Unix time, `queue_ttl` seconds.
         """
         flat = [item for pair in envelopes for item in pair]
         args = (
             group, task, priority, lane, self.config.line.max_length, WORKING[0].value,
             int(queue_ttl * 1000) if queue_ttl else "", int(deadline * 1000) if deadline else "",
-            samples if samples is not None else len(envelopes), handler, *flat,
+            samples if samples is not None else len(envelopes), handler, wanted or "",
+            asked or samples or len(envelopes), int(life * 1000) if life else "", rest if rest == "later" else "",
+            *flat,
         )  # fmt: skip
         try:
             status, count = await self.verb("enqueue", *args)
@@ -258,6 +271,14 @@ class Queue:
             groups.setdefault(text_of(group), []).append(Popped(text_of(id), text_of(token)))
         return list(groups.items())
 
+    async def pop_ids(self, ids: Sequence[str], consumer: str, lease: float, nonce: str | None = None) -> list[Popped]:
+        """Lease those of `ids` that have ended and that nobody has popped."""
+        nonce, popped = nonce or uuid.uuid4().hex, []
+        for at in range(0, len(ids), 500):
+            rows = await self.verb("claim_ids", int(lease * 1000), consumer, nonce, *ids[at : at + 500])
+            popped += [Popped(text_of(row[0]), text_of(row[1])) for row in rows]
+        return popped
+
     async def take(self, popped: Iterable[Popped], *, drop: bool = False) -> list[str]:
         """Acknowledge: OK, AGAIN (it was already) or STALE (another consumer has it) for each.
 
@@ -273,6 +294,13 @@ class Queue:
         """Give popped rollouts back at once; returns how many went back."""
         flat = [item for pair in popped for item in pair]
         return int(await self.verb("hand_back", *flat)) if flat else 0
+
+    async def pause_lane(self, lane: str, why: str) -> None:
+        """No group of this lane that has not begun begins at INIT, until `resume_lane`."""
+        await self.verb("lane_pause", lane, json.dumps({"why": sendable(why), "since": time.time()}))
+
+    async def resume_lane(self, lane: str) -> None:
+        await self.verb("lane_resume", lane)
 
     async def cancel(self, ids: Sequence[str], why: str = "cancelled by the caller") -> list[str]:
         """REMOVED (it waited), ASKED (its worker was told), DONE (too late) or NONE (unknown) for each id."""
@@ -427,9 +455,9 @@ class Queue:
         flat = [item for triple in held for item in triple]
         return (worker, self.lease_ms, life, json.dumps(about) if about else "", *flat)
 
-    def tick_arguments(self) -> tuple[Any, ...]:
+    def tick_arguments(self, worker: str = "") -> tuple[Any, ...]:
         retry = self.config.retry
-        return (self.lease_ms, 500, retry.attempts, retry.losses, self.dead_seconds)
+        return (self.lease_ms, 500, retry.attempts, retry.losses, self.dead_seconds, worker)
 
     async def beat(
         self, worker: str, about: dict[str, Any] | None, held: Sequence[tuple[str, str, str]]

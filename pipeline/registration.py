@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
-from pipeline.backends import KINDS, Backend, Backends, backend_id
+from pipeline.backends import ENDPOINTS, KINDS, Backend, Backends, backend_id
 from pipeline.config import TRAINED, Config
 from pipeline.connection import connect
 from pipeline.engine import Engine, EngineError
@@ -48,7 +48,7 @@ async def looked_at(
     named = backend_id(engine.url)
     about = await engine.about(model)
     paused = about.dev_mode and await engine.is_paused()
-    endpoint = "completions" if kind == "openai" else ""
+    endpoint = ENDPOINTS.get(kind, "")
     if not paused:
         endpoint = (await engine.probe(about.model, endpoint)).endpoint
     if version is not None and about.dev_mode and version != about.version:

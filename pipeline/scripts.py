@@ -76,6 +76,14 @@ class Pipeliner:
             await self.execute("SCRIPT", "LOAD", text(verb))
             return await self.execute(*script_call(verb, prefix, args))
 
+    async def close(self, within: float = 0.5) -> None:
+        """Let the round trip in flight end, for `within` seconds; a connection that is closed under it would leak."""
+        if self._flusher is None:
+            return
+        await asyncio.wait({self._flusher}, timeout=within)
+        self._flusher.cancel()
+        await asyncio.wait({self._flusher})
+
     async def _flush(self) -> None:
         while self._waiting:
             batch, self._waiting = self._waiting[: self.BATCH], self._waiting[self.BATCH :]

@@ -13,6 +13,7 @@ from pipeline.backends import Backend, View
 from pipeline.client import RolloutClient
 from pipeline.config import Config
 from pipeline.envelope import Task
+from pipeline.groups import GroupPolicy
 from pipeline.results import Batch, Group, Rollout
 from pipeline.weights import Mode, Move, Update
 
@@ -64,9 +65,18 @@ class SyncRolloutClient:
         self._loop.close()
 
     def enqueue(
-        self, tasks: Iterable[Task], *, samples: int = 1, priority: int = 0, lane: str = "train", wait: float = 0.0
+        self,
+        tasks: Iterable[Task],
+        *,
+        samples: int = 1,
+        priority: int = 0,
+        lane: str = "train",
+        wait: float = 0.0,
+        groups: GroupPolicy | None = None,
     ) -> list[str]:
-        return self._run(self._client.enqueue(tasks, samples=samples, priority=priority, lane=lane, wait=wait))
+        return self._run(
+            self._client.enqueue(tasks, samples=samples, priority=priority, lane=lane, wait=wait, groups=groups)
+        )
 
     def pop(self, n: int, timeout: float | None = None, lane: str = "train") -> Batch:
         return self._run(self._client.pop(n, timeout, lane))
@@ -74,11 +84,17 @@ class SyncRolloutClient:
     def pop_groups(self, n: int, timeout: float | None = None, lane: str = "train") -> list[Group]:
         return self._run(self._client.pop_groups(n, timeout, lane))
 
-    def ack(self, popped: Batch | Group | Iterable[Group | Rollout] | Rollout) -> None:
-        self._run(self._client.ack(popped))
+    def ack(self, popped: Batch | Group | Iterable[Group | Rollout] | Rollout, *, drop: bool = False) -> None:
+        self._run(self._client.ack(popped, drop=drop))
 
     def cancel(self, ids: Iterable[str], why: str = "cancelled by the trainer") -> dict[str, str]:
         return self._run(self._client.cancel(ids, why))
+
+    def pause_run(self, why: str = "", lane: str = "train") -> None:
+        self._run(self._client.pause_run(why, lane))
+
+    def resume_run(self, lane: str = "train") -> None:
+        self._run(self._client.resume_run(lane))
 
     def status(self) -> dict[str, Any]:
         return self._run(self._client.status())

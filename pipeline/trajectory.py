@@ -86,13 +86,13 @@ class Sequence:
                 raise TrajectoryError(f"{name} has {len(getattr(self, name))} entries for {size} token ids")
         if not bool(np.isfinite(self.logprobs).all()):
             raise TrajectoryError(f"logprob {_first(~np.isfinite(self.logprobs))} of {size} is not finite")
-        if size and int(self.loss_mask.max()) > 1:
-            raise TrajectoryError(f"loss_mask entry {_first(self.loss_mask > 1)} is neither 0 nor 1")
         sampled = self._sampled_by_turns(size)
-        if not np.array_equal(sampled, self.loss_mask.astype(bool)):
-            where = _first(sampled != self.loss_mask.astype(bool))
+        if not np.array_equal(sampled, self.loss_mask):
+            if int(self.loss_mask.max()) > 1:
+                raise TrajectoryError(f"loss_mask entry {_first(self.loss_mask > 1)} is neither 0 nor 1")
+            where = _first(sampled != self.loss_mask)
             raise TrajectoryError(f"token {where} has mask {int(self.loss_mask[where])} but the turns say otherwise")
-        if bool(self.logprobs[self.loss_mask == 0].any()):
+        if bool(np.logical_and(self.logprobs, ~sampled).any()):
             raise TrajectoryError("a token that was not sampled has a logprob other than 0.0")
         self._check_versions(sampled)
         for name, values in self.per_token.items():
@@ -109,7 +109,8 @@ class Sequence:
                 raise TrajectoryError(f"turn kind {turn.kind!r} is unknown (known: {', '.join(KINDS)})")
             if turn.start != at or turn.end < turn.start:
                 raise TrajectoryError(f"a turn covers {turn.start}:{turn.end} but the one before it ends at {at}")
-            sampled[turn.start : turn.end] = turn.kind == "action"
+            if turn.kind == "action":
+                sampled[turn.start : turn.end] = True
             at = turn.end
         if at != size:
             raise TrajectoryError(f"the turns end at {at}, the sequence at {size}")
@@ -232,18 +233,21 @@ def _turn_to_wire(turn: Turn) -> dict[str, Any]:
 
 
 _TURN_TYPES: dict[str, tuple[type, ...]] = {
-    "kind": (str,), "finish_reason": (str, type(None)), "started": (int, float), "seconds": (int, float),
-    "sampling": (dict, type(None)), "reward": (int, float, type(None)),
+    "kind": (str,), "start": (int,), "end": (int,), "finish_reason": (str, type(None)), "started": (int, float),
+    "seconds": (int, float), "sampling": (dict, type(None)), "reward": (int, float, type(None)),
 }  # fmt: skip
 
 
 def _turn_from_wire(wire: Any) -> Turn:
+    """One pass over the map, and no copy of it where every field is known: a batch has ten thousand turns."""
     if not isinstance(wire, dict):
         raise TypeError(f"a turn is a {type(wire).__name__}")
-    named = {name: wire[name] for name in _TURN_FIELDS if name in wire}
-    for name in ("start", "end"):
-        _integer(named[name])
-    for name, types in _TURN_TYPES.items():
-        if name in named and not isinstance(named[name], types):
-            raise TypeError(f"a turn's {name} is {named[name]!r:.80}")
-    return Turn(**named, extra={key: value for key, value in wire.items() if key not in _TURN_FIELDS})
+    for name, value in wire.items():
+        if not isinstance(value, _TURN_TYPES.get(name, object)):
+            raise TypeError(f"a turn's {name} is {value!r:.80}")
+    _integer(wire["start"])
+    _integer(wire["end"])
+    if wire.keys() <= _TURN_TYPES.keys():
+        return Turn(**wire)
+    named = {name: value for name, value in wire.items() if name in _TURN_TYPES}
+    return Turn(**named, extra={name: value for name, value in wire.items() if name not in _TURN_TYPES})

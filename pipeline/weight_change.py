@@ -14,7 +14,7 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Literal
 
-from pipeline.backends import Backend, Backends, Load, View
+from pipeline.backends import UNLABELLED, Backend, Backends, Load, View
 from pipeline.engine import Engine, EngineError
 from pipeline.errors import RedisUnavailable
 
@@ -53,11 +53,11 @@ class Change:
         """
         if hide:
             await self._note(version=None)
-        if number is not None and self.backend.endpoint == "completions":
+        if number is not None and self.backend.endpoint in UNLABELLED:
             await self.quiet(number)
         try:
             if not self.control:
-                raise EngineError("misfit", "a server of kind openai can't be told to load weights")
+                raise EngineError("misfit", f"a server of kind {self.backend.kind} can't be told to load weights")
             await self._engine.pause(mode, timeout=self._policy.request_timeout if mode == "wait" else None)
             if not await self._engine.is_paused():
                 raise EngineError("refused", f"{self._engine.url} was told to pause and says that it is not paused")
@@ -65,7 +65,8 @@ class Change:
             if not external or error.fault != "misfit":
                 raise
             self.control = False
-            await self._note(endpoint="completions")  # its labels never change: those of its replies mean nothing
+            if self.backend.endpoint not in UNLABELLED:
+                await self._note(endpoint="completions")  # its labels never change: those of its replies mean nothing
 
     async def quiet(self, number: int) -> None:
         """Wait until no worker has a call on it, and all know of this pause."""

@@ -13,7 +13,7 @@ from pipeline.queue import Queue
 BOUNDED = (
     "schema", "seq", "counts", "places", "tick", "blind", "workers", "beats", "credit:*", "claim:*", "bell:*", "dead:*",
     "letter:*", "gone:*", "died:*", "backends", "backend:*", "policy", "versions", "loads", "raise:*",
-    "other:*",
+    "other:*", "spare", "paused",
 )  # fmt: skip
 EXPIRING = ("letter:*", "gone:*", "died:*", "claim:*", "bell:worker:*", "raise:*")
 

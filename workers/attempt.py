@@ -290,6 +290,8 @@ class Attempt:
             record["handler"] = worker.shop.digest(self.job.task.handler)
         if failure is not None:
             record |= {"kind": failure.kind, "error": failure.why, "exit_code": failure.exit_code}
+        if self.log.sampled:
+            record["tokens"] = self.log.sampled
         if self.log.tail:
             record["log"] = self.log.tail
         return json.dumps(record)

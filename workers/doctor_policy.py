@@ -67,6 +67,9 @@ async def _ask(config: Config, backend: Backend, view: View) -> list[Finding]:
     if probe.endpoint == "completions":
         text = f"{backend.id} has no /inference/v1/generate: the version of a reply is the one at dispatch"
         found.append(Finding("policy", "warn", text, "start vLLM with --enable-scale-out"))
+    if probe.endpoint == "chat":
+        text = f"{backend.id} takes messages: the version of a reply is the one at dispatch, its prefix is checked"
+        found.append(Finding("policy", "ok", text))
     if not about.dev_mode and backend.kind == "vllm":
         found.append(Finding("policy", "warn", f"{backend.id} can't be paused or given weights by the line",
                              "start vLLM with VLLM_SERVER_DEV_MODE=1"))  # fmt: skip

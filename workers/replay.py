@@ -86,7 +86,8 @@ def _turn(call: int, mark: tuple[int, ...], done: Completion) -> bytes:
         "call": call, "mark": list(mark),
         "ids": np.asarray(done.ids, dtype="<u4"), "logprobs": np.asarray(done.logprobs, dtype="<f8"),
         "versions": [list(item) for item in done.versions], "finish_reason": done.finish_reason,
-        "sampling": done.sampling, "started": done.started, "seconds": done.seconds,
+        "sampling": done.sampling, "started": done.started, "seconds": done.seconds, "endpoint": done.endpoint,
+        "prompt_ids": None if done.prompt_ids is None else np.asarray(done.prompt_ids, dtype="<u4"),
     })  # fmt: skip
 
 
@@ -95,5 +96,6 @@ def _completion(recorded: dict[str, Any]) -> Completion:
         ids=recorded["ids"].tolist(), logprobs=recorded["logprobs"].tolist(),
         versions=[(int(version), int(start), int(end)) for version, start, end in recorded["versions"]],
         finish_reason=recorded["finish_reason"], sampling=dict(recorded["sampling"]), started=recorded["started"],
-        seconds=recorded["seconds"],
+        seconds=recorded["seconds"], endpoint=recorded.get("endpoint", ""),
+        prompt_ids=None if recorded.get("prompt_ids") is None else recorded["prompt_ids"].tolist(),
     )  # fmt: skip

@@ -266,6 +266,7 @@ async def _call(
             if inspect.isawaitable(answer):
                 answer = await answer
         finally:
+            log.sampled = ctx.trajectory.sampled
             _check_whole(sandbox, ctx._policy)
     except (Retryable, Fatal, Stale):
         raise

@@ -57,6 +57,7 @@ class Upkeep(threading.Thread):
         self._last_beat = 0.0
         self._last_tick = 0.0
         self._reported = False
+        self._told = (False, False)
         self._loop_thread = threading.get_ident()
         self.pulse = time.monotonic()
         self.stalled = False
@@ -114,7 +115,11 @@ class Upkeep(threading.Thread):
             self.beat()
             self._last_beat = now
         if now - self._last_tick >= self._config.lease.tick:
-            ticked = read_tick(run_script(self._client, "tick", self._queue.prefix, self._queue.tick_arguments()))
+            if self._is_news():
+                self.beat()
+                self._last_beat = now
+            arguments = self._queue.tick_arguments(self._worker)
+            ticked = read_tick(run_script(self._client, "tick", self._queue.prefix, arguments))
             self._last_tick = now
             if ticked.expired or ticked.failed:
                 log.warning(
@@ -123,12 +128,19 @@ class Upkeep(threading.Thread):
                 )  # fmt: skip
             self._look_at_memory()
 
+    def _is_news(self) -> bool:
+        """Whether this worker would say something else of itself that a waiting trainer should hear of at once."""
+        about = self._about()
+        return (bool(about.get("paused")), bool(about.get("stopping"))) != self._told
+
     def beat(self) -> None:
         """Renew every lease; in pages, so that a thousand leases do not hold Redis."""
         held = self._held()
         for at in range(0, max(len(held), 1), 500):
             page = held[at : at + 500]
-            arguments = self._queue.beat_arguments(self._worker, self._about(), page)
+            about = self._about()
+            self._told = (bool(about.get("paused")), bool(about.get("stopping")))
+            arguments = self._queue.beat_arguments(self._worker, about, page)
             reply = run_script(self._client, "beat", self._queue.prefix, arguments)
             self._on_beat(page, read_beat(reply))
 

@@ -105,7 +105,7 @@ def render(history: list[dict[str, Any]]) -> Stack:
     head = f"line {last['line']}   {time.strftime('%H:%M:%S', time.localtime(last['time']))}   " + "  ".join(
         f"{name} {counts.get(name, 0)}" for name in ("enqueued", "live", "scored", "failed", "cancelled", "acked")
     )
-    parts = (_stages(history), _workers(last), _policy(last), _rewards(last))
+    parts: list[Table | Text] = [_stages(history), *_pauses(last), _workers(last), _policy(last), _rewards(last)]
     return Stack(Text(head, style="bold"), *(part for shown in parts for part in (Text(), shown)))
 
 
@@ -127,6 +127,10 @@ def _stages(history: list[dict[str, Any]]) -> Table:
             "" if speed is None else f"{speed:.1f}",
         )
     return made
+
+
+def _pauses(last: dict[str, Any]) -> list[Text]:
+    return [Text(why, style="bold yellow") for item in last["stages"].values() for why in item["paused"].values()]
 
 
 def _workers(last: dict[str, Any]) -> Table:

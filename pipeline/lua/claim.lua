@@ -39,6 +39,14 @@ local function only_begun(lane)
   lane.quota = math.min(lane.quota, lane.waits)
 end
 
+-- A group's deadline counts from its first member's start.
+local function start_clock(group)
+  local g = redis.call('HMGET', key('g', group), 'life', 'clock')
+  if not g[1] or g[2] then return end
+  redis.call('HSET', key('g', group), 'clock', whole(now))
+  redis.call('ZADD', key('closing'), whole(now + g[1]), group)
+end
+
 local lanes, all = {}, {}
 local places = tonumber(A[7])
 for i = 8, #A, 3 do
@@ -88,6 +96,7 @@ while need > 0 do
     redis.call('HINCRBY', h, 'attempts:' .. stage, 1)
     redis.call('ZADD', key('lease', stage), whole(now + A[3]), id)
     redis.call('SADD', key('own', A[4]), id)
+    if stage == 'init' then start_clock(redis.call('HGET', h, 'group')) end
     if stage == 'init' and redis.call('SADD', key('started', best.name), id) == 1 and best.bound then
       best.free = best.free - 1 - begin_group(id, best.name)
       only_begun(best)

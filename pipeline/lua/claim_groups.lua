@@ -1,5 +1,6 @@
 -- Lease whole groups that are complete, oldest first. A: lane, how many, lease ms, consumer, nonce
--- -> per member {group, id, token}. A group some of whose members are in another consumer's hands is left for later.
+-- -> per member {group, id, token}. A group some of whose members are in another consumer's hands is left for later. Of one
+-- that closed and let the rest go on, those that have ended come, and the rest another time.
 local memo = key('claim', A[4] .. ':groups')
 local out = {}
 if redis.call('HGET', memo, 'nonce') == A[5] then
@@ -13,9 +14,14 @@ local groups, ready = key('groups', A[1]), key('ready', 'done', A[1])
 local need, got, count = tonumber(A[2]), {}, 0
 for _, group in ipairs(redis.call('ZRANGE', groups, 0, need * 2 + 16)) do
   if need <= 0 then break end
-  local members, whole_group = redis.call('SMEMBERS', key('m', group)), true
-  for _, id in ipairs(members) do
-    if not redis.call('ZSCORE', ready, id) then whole_group = false end
+  local members, whole_group = {}, true
+  local g = redis.call('HMGET', key('g', group), 'closed', 'rest', 'part')
+  for _, id in ipairs(redis.call('SMEMBERS', key('m', group))) do
+    if redis.call('ZSCORE', ready, id) then
+      members[#members + 1] = id
+    elseif not (g[1] and g[2] == 'later') or redis.call('HGET', key('r', id), 'stage') == 'done' then
+      whole_group = false
+    end
   end
   redis.call('ZREM', groups, group)
   if whole_group and #members > 0 then
@@ -25,6 +31,7 @@ for _, group in ipairs(redis.call('ZRANGE', groups, 0, need * 2 + 16)) do
       count = count + 1
       redis.call('ZREM', ready, id)
       redis.call('HSET', key('r', id), 'state', 'leased', 'token', token, 'owner', A[4], 'since', whole(now))
+      if g[3] then redis.call('HSET', key('r', id), 'late', 1) end
       redis.call('ZADD', key('lease', 'done'), whole(now + A[3]), id)
       redis.call('SADD', key('own', A[4]), id)
       out[#out + 1] = { group, id, token }

@@ -1,9 +1,10 @@
 -- A task's samples, all or none (a sample that is known, or ended and acked, counts as done already): the group, its task payload, one hash and one ready entry a sample.
 -- A: group, task payload, priority, lane, max_length, first stage, ttl ms or '', deadline ms or '', samples of the group,
---    handler, then (id, envelope)...
+--    handler, scored members with which the group closes or '', samples without the extra ones, ms from its first start to
+--    its close or '', rest ('later' or ''), then (id, envelope)...
 -- -> {'OK', written} | {'FULL', length}; samples that are known (or were acked within the tombstone's life) are skipped.
 local group, fresh = key('g', A[1]), {}
-for i = 11, #A, 2 do
+for i = 15, #A, 2 do
   if redis.call('EXISTS', key('r', A[i])) == 0 and redis.call('EXISTS', key('gone', A[i])) == 0 then fresh[#fresh + 1] = i end
 end
 if #fresh == 0 then return { 'OK', 0 } end
@@ -12,11 +13,14 @@ local max = tonumber(A[5])
 if max > 0 and live + #fresh > max then return { 'FULL', live } end
 if redis.call('EXISTS', group) == 0 then
   redis.call('HSET', group, 'samples', A[9], 'lane', A[4], 'done', tonumber(A[9]) - #fresh, 'left', 0, 'order',
-    whole(redis.call('INCR', key('seq')) - tonumber(A[3]) * 1e9))
+    whole(redis.call('INCR', key('seq')) - tonumber(A[3]) * 1e9), 'asked', A[12])
+  if A[11] ~= '' then redis.call('HSET', group, 'wanted', A[11]) end
+  if A[13] ~= '' then redis.call('HSET', group, 'life', A[13]) end
+  if A[14] ~= '' then redis.call('HSET', group, 'rest', A[14]) end
   redis.call('SET', key('t', A[1]), A[2])
 end
 if tonumber(A[9]) > tonumber(redis.call('HGET', group, 'samples')) then -- the same task again, with more samples
-  redis.call('HSET', group, 'samples', A[9])
+  redis.call('HSET', group, 'samples', A[9], 'asked', A[12])
   redis.call('ZREM', key('groups', redis.call('HGET', group, 'lane')), A[1])
 end
 if redis.call('EXISTS', key('t', A[1])) == 0 then redis.call('SET', key('t', A[1]), A[2]) end

@@ -8,8 +8,7 @@ for i = 1, #A, 2 do
     release(id, h, 'done', v[5])
     redis.call('HSET', h, 'state', 'ready', 'token', '', 'since', whole(now))
     redis.call('ZADD', key('ready', 'done', v[2]), v[3], id)
-    local g = redis.call('HMGET', key('g', v[4]), 'done', 'samples')
-    if g[1] == g[2] then redis.call('ZADD', key('groups', v[2]), v[3], v[4]) end
+    poppable(v[4], v[2], v[3])
     ring(key('bell', 'done', v[2]))
     count = count + 1
   end

@@ -38,17 +38,30 @@ end
 -- How many new rollouts of a lane INIT may begin. The trainer bounds one lane: a group may begin while begun and not acked +
 -- popped since its run started < (max_staleness + updates since then + 1) * batch. More would be too stale before the trainer
 -- gets to them. With its first rollout the whole group has begun: a trainer that pops groups must not wait for a member that
--- waits for the trainer. What waits at INIT of groups that have begun stands AHEAD of all others.
+-- waits for the trainer. What waits at INIT of groups that have begun stands AHEAD of all others. Of a group that is to close
+-- before all have ended, those beyond the wanted number are spare: they will not be popped, so they take nobody's place.
 local AHEAD = 4e15
 local function admits(lane)
+  if redis.call('HEXISTS', key('paused'), lane) == 1 then return 0 end
   local v = redis.call('HMGET', key('policy'), 'lane', 'batch', 'max_staleness', 'updates', 'popped')
   if v[1] ~= lane or tonumber(v[2]) < 1 or tonumber(v[3]) < 0 then return math.huge end
-  return math.max(0, (v[3] + v[4] + 1) * v[2] - v[5] - redis.call('SCARD', key('started', lane)))
+  local begun = redis.call('SCARD', key('started', lane)) - tonumber(redis.call('HGET', key('spare'), lane) or 0)
+  return math.max(0, (v[3] + v[4] + 1) * v[2] - v[5] - begun)
+end
+
+-- So many members of a group are spare no longer: they ended, or the group lets them go on past its close.
+local function not_spare(g, lane, count)
+  local spare = math.min(tonumber(redis.call('HGET', g, 'spare') or 0), count)
+  if spare < 1 then return end
+  redis.call('HINCRBY', g, 'spare', -spare)
+  redis.call('HINCRBY', key('spare'), lane, -spare)
 end
 
 -- Ended without a score, a rollout counts no longer as begun: another one may begin.
 local function not_begun(id, lane)
-  if redis.call('SREM', key('started', lane), id) == 1 and admits(lane) < math.huge then ring_init(1) end
+  if redis.call('SREM', key('started', lane), id) == 0 then return end
+  not_spare(key('g', redis.call('HGET', key('r', id), 'group')), lane, 1)
+  if admits(lane) < math.huge then ring_init(1) end
 end
 
 -- Who pauses the policy, nil while it runs. A pause whose lease is over ends here.
@@ -108,20 +121,28 @@ end
 -- How many wait at INIT in this set (see waits_in) whose groups have begun.
 local function begun_in(set) return redis.call('ZCOUNT', set, '-inf', whole(-AHEAD / 2)) end
 
--- A rollout begins at INIT under a bound, and with it its group: all its members count from now on. -> how many are new
+-- A rollout begins at INIT under a bound, and with it its group: all its members count from now on, the spare ones not.
+-- -> how many more count now
 local function begin_group(id, lane)
-  local group, fresh = redis.call('HGET', key('r', id), 'group'), 0
-  redis.call('HSET', key('g', group), 'begun', 1)
+  local group, fresh, begun = redis.call('HGET', key('r', id), 'group'), 0, 0
+  local g = key('g', group)
+  local first = redis.call('HSET', g, 'begun', 1) == 1
   for _, member in ipairs(redis.call('SMEMBERS', key('m', group))) do
     local h = key('r', member)
     local v = redis.call('HMGET', h, 'stage', 'state', 'order')
     if v[1] ~= 'done' then fresh = fresh + redis.call('SADD', key('started', lane), member) end
+    begun = begun + redis.call('SISMEMBER', key('started', lane), member)
     if v[1] == 'init' and v[2] == 'ready' then
       local set = waits_in(h, 'init', lane)
       redis.call('ZADD', set, 'XX', whole(v[3] - AHEAD), member)
     end
   end
-  return fresh
+  local v = redis.call('HMGET', g, 'wanted', 'asked', 'closed')
+  local spare = begun - tonumber(v[1] or v[2] or begun)
+  if not first or v[3] or spare < 1 then return fresh end
+  redis.call('HSET', g, 'spare', spare)
+  redis.call('HINCRBY', key('spare'), lane, spare)
+  return fresh - spare
 end
 
 local function to_ready(id, h, stage)
@@ -153,6 +174,12 @@ local function back(h, stage)
   return stage
 end
 
+-- A member that was popped is back: its group may be popped again, if it has ended or closed.
+local function poppable(group, lane, order)
+  local g = redis.call('HMGET', key('g', group), 'done', 'samples', 'closed', 'rest')
+  if g[1] == g[2] or (g[3] and g[4] == 'later') then redis.call('ZADD', key('groups', lane), order, group) end
+end
+
 local function release(id, h, stage, owner)
   redis.call('ZREM', key('lease', stage), id)
   if owner and owner ~= '' then redis.call('SREM', key('own', owner), id) end
@@ -172,7 +199,10 @@ local function bury(id, h, stage, seconds)
   redis.call('HSET', key('g', redis.call('HGET', h, 'group')), 'letters', seconds)
 end
 
--- The one terminal move: a record in [done], once, whatever the outcome; a group completes with its last member.
+local close_group
+
+-- The one terminal move: a record in [done], once, whatever the outcome; a group completes with its last member, or closes
+-- with as many scored ones as were wanted.
 local function finish(id, h, outcome, kind, why, stage, dead_seconds)
   local v = redis.call('HMGET', h, 'lane', 'order', 'group')
   redis.call('ZREM', key('due'), id)
@@ -185,21 +215,53 @@ local function finish(id, h, outcome, kind, why, stage, dead_seconds)
   redis.call('HINCRBY', key('counts'), outcome, 1)
   redis.call('ZADD', key('ready', 'done', v[1]), v[2], id)
   local group = key('g', v[3])
-  if redis.call('HINCRBY', group, 'done', 1) == tonumber(redis.call('HGET', group, 'samples')) then
+  local done = redis.call('HINCRBY', group, 'done', 1)
+  local g = redis.call('HMGET', group, 'samples', 'wanted', 'closed', 'part')
+  if g[4] then redis.call('HSET', h, 'late', 1) end
+  if done == tonumber(g[1]) then
     redis.call('ZADD', key('groups', v[1]), v[2], v[3])
+    redis.call('ZREM', key('closing'), v[3])
+  elseif outcome == 'scored' and g[2] and not g[3] and redis.call('HINCRBY', group, 'usable', 1) >= tonumber(g[2]) then
+    close_group(v[3], 'usable', 'its group had its ' .. g[2] .. ' scored members without it', dead_seconds)
   end
   ring(key('bell', 'done', v[1]))
 end
 
+-- A group waits for no further member. Those that have not ended are cancelled; or they go on, and come later as a group of
+-- their own (rest: later).
+function close_group(group, closed, why, dead_seconds)
+  local g = key('g', group)
+  local about = redis.call('HMGET', g, 'lane', 'order', 'rest')
+  redis.call('HSET', g, 'closed', closed)
+  redis.call('ZREM', key('closing'), group)
+  if about[3] == 'later' then
+    not_spare(g, about[1], math.huge)
+    redis.call('ZADD', key('groups', about[1]), about[2], group)
+    ring(key('bell', 'done', about[1]))
+    return
+  end
+  for _, id in ipairs(redis.call('SMEMBERS', key('m', group))) do
+    local h = key('r', id)
+    local v = redis.call('HMGET', h, 'stage', 'state', 'lane', 'owner')
+    if v[1] ~= 'done' and v[2] == 'leased' then
+      redis.call('HSET', h, 'cancel', why, 'cut', 1)
+      ring_worker(v[4])
+    elseif v[1] ~= 'done' then
+      no_longer_waits(id, h, v[1], v[3])
+      finish(id, h, 'cancelled', 'closed', why, v[1], dead_seconds)
+    end
+  end
+end
+
 -- A cancel that reached a rollout in somebody's hands takes effect at the next verb about it.
 local function stop_asked(id, h, stage, dead_seconds)
-  local v = redis.call('HMGET', h, 'cancel', 'overdue')
+  local v = redis.call('HMGET', h, 'cancel', 'overdue', 'cut')
   local cancel = v[1]
   if not cancel then return false end
   if v[2] then
     finish(id, h, 'failed', 'limit', 'its deadline passed while it was in ' .. stage, stage, dead_seconds)
   else
-    finish(id, h, 'cancelled', 'cancelled', cancel, stage, dead_seconds)
+    finish(id, h, 'cancelled', v[3] and 'closed' or 'cancelled', cancel, stage, dead_seconds)
   end
   return true
 end

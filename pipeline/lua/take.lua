@@ -33,9 +33,12 @@ for i = 3, #A, 2 do
       local letters = redis.call('HGET', group, 'letters')
       if letters then redis.call('EXPIRE', key('t', v[2]), letters) else redis.call('UNLINK', key('t', v[2])) end
       redis.call('ZREM', key('groups', redis.call('HGET', group, 'lane')), v[2])
+      not_spare(group, v[6], math.huge)
+      redis.call('ZREM', key('closing'), v[2])
       redis.call('UNLINK', group, key('m', v[2]))
     else -- its other members may be popped as a group
-      local g = redis.call('HMGET', group, 'done', 'samples', 'lane', 'order')
+      local g = redis.call('HMGET', group, 'done', 'samples', 'lane', 'order', 'closed')
+      if g[5] then redis.call('HSET', group, 'part', 1) end -- what comes of it from now on is late
       if g[1] == g[2] then redis.call('ZADD', key('groups', g[3]), g[4], v[2]) end
     end
     out[#out + 1] = 'OK'

@@ -1,5 +1,5 @@
 -- Upkeep, by every worker about once a second: expire leases, promote what was delayed, end what is over its time.
--- A: lease ms, how many at most, max attempts, max losses, letters' life s
+-- A: lease ms, how many at most, max attempts, max losses, letters' life s, the worker that says so ('': a consumer)
 -- -> {expired, failed, promoted, blind (1: leases were left alone), over}
 -- If nobody ticked for half a lease (Redis was away, frozen or loading), living owners could not beat either: for one lease
 -- more no lease expires, so that they beat first.
@@ -10,6 +10,7 @@ if now - last > lease / 2 then redis.call('SET', key('blind'), whole(now + lease
 redis.call('SET', key('tick'), whole(now))
 local blind = tonumber(redis.call('GET', key('blind')) or 0) > now
 local expired, failed, promoted, over = 0, 0, 0, 0
+if A[6] ~= '' then redis.call('ZADD', key('beats'), 'XX', whole(now), A[6]) end -- it lives
 
 -- How many rollouts the owner held when it died: alone, its death is an attempt; in company, a loss that nobody chose.
 local function company(owner)
@@ -54,8 +55,7 @@ local function unpopped(id, h)
   release(id, h, 'done', v[4])
   redis.call('HSET', h, 'state', 'ready', 'token', '', 'since', whole(now))
   redis.call('ZADD', key('ready', 'done', v[1]), v[2], id)
-  local g = redis.call('HMGET', key('g', v[3]), 'done', 'samples')
-  if g[1] == g[2] then redis.call('ZADD', key('groups', v[1]), v[2], v[3]) end
+  poppable(v[3], v[1], v[2])
   ring(key('bell', 'done', v[1]))
   expired = expired + 1
 end
@@ -99,6 +99,9 @@ for _, id in ipairs(redis.call('ZRANGEBYSCORE', key('due'), '-inf', now, 'LIMIT'
       over = over + 1
     else watch(id, h, true) end
   end
+end
+for _, group in ipairs(redis.call('ZRANGEBYSCORE', key('closing'), '-inf', now, 'LIMIT', 0, limit)) do
+  close_group(group, 'deadline', 'its group closed at its deadline', A[5])
 end
 local old = redis.call('ZRANGEBYSCORE', key('beats'), '-inf', now - 3600000, 'LIMIT', 0, limit)
 for _, worker in ipairs(old) do

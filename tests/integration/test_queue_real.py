@@ -11,6 +11,7 @@ from pipeline.errors import MemoryHigh
 from pipeline.queue import Queue
 from tests import line
 from tests.services import RedisService
+from tests.unit.test_queue_close import *  # noqa: F403
 from tests.unit.test_queue_commit import *  # noqa: F403
 from tests.unit.test_queue_enqueue import *  # noqa: F403
 from tests.unit.test_queue_pop import *  # noqa: F403

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from workers.cli import begin, change, image, look, policy, pop, put, redis, sandbox, serve, task, work
+from workers.cli import begin, change, image, look, policy, pop, put, redis, run, sandbox, serve, task, work
 from workers.cli.base import Group, setting_options
 
 ABOUT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
@@ -24,6 +24,6 @@ for command in (
     work.work, redis.redis, policy.policy, serve.serve, image.image, sandbox.sandbox,
     task.task, put.enqueue, pop.pop,
     look.watch, look.depth, look.ls, look.show, look.logs, look.workers, look.dead, look.audit,
-    change.cancel, change.requeue,
+    change.cancel, change.requeue, run.run,
 ):  # fmt: skip
     rollout.add_command(command)

@@ -58,6 +58,8 @@ def depth(ctx: click.Context, as_json: bool) -> None:
         for lane, count in item["ready"].items()
     ]
     table(("stage", "lane", "ready", "for a place", "for weights", "oldest", "leased", "delayed", "dead"), rows)
+    for sentence in (why for item in found.values() for why in item["paused"].values()):
+        click.echo(sentence)
 
 
 @click.command(cls=Command)

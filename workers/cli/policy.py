@@ -15,7 +15,7 @@ from typing import Any, TypeVar, get_args
 
 import click
 
-from pipeline.backends import KINDS, SEEN_SECONDS, Backend, Backends, Load, backend_id
+from pipeline.backends import ENDPOINTS, KINDS, SEEN_SECONDS, Backend, Backends, Load, backend_id
 from pipeline.config import TRAINED, Config
 from pipeline.engine import Engine, EngineError
 from pipeline.errors import PolicyError
@@ -75,7 +75,7 @@ async def _until_idle(backends: Backends, id: str) -> None:
 @policy.command(cls=Command)
 @click.argument("url")
 @click.option("--id", default="", help="Its name in the line (default: host and port).")
-@click.option("--kind", default=KINDS[0], show_default=True, type=click.Choice(KINDS), help="openai: no control side.")
+@click.option("--kind", default=KINDS[0], show_default=True, type=click.Choice(KINDS), help="See docs/policy.md.")
 @click.option("--model", default="", help="The name under which it serves (default: what it says).")
 @click.option("--tokenizer", default="", metavar="FOLDER", help="Of its model (default: the model's, if on this disk).")
 @click.option("--version", type=click.IntRange(min=0), help="Which weights it has (default: what it says).")
@@ -97,7 +97,8 @@ def add(ctx: click.Context, /, url: str, force: bool, policy: str, as_json: bool
                 if not force:
                     raise PolicyError(f"{error}. It was not added; --force adds it all the same") from None
                 complain(f"{error}; it is added all the same")
-                backend = Backend(**{**about, "id": about["id"] or backend_id(url), "url": engine.url})
+                unasked = {"id": about["id"] or backend_id(url), "url": engine.url}
+                backend = Backend(**{**about, **unasked, "endpoint": ENDPOINTS.get(about["kind"], "")})
         await backends.add(backend)
         return backend
 

@@ -12,12 +12,13 @@ from typing import Any, NamedTuple, Protocol
 
 import aiohttp
 
-from pipeline.backends import Backend, Load
+from pipeline.backends import ENDPOINTS, UNLABELLED, Backend, Load
 from pipeline.engine import Engine, EngineError, Probe
 from pipeline.errors import ConfigError, PolicyError
 from workers.policy import reply, request
 from workers.policy.balance import Lengths, Mark, Offer, Share
 from workers.policy.reply import Repeat
+from workers.policy.spoken import Said
 
 CONNECT_SECONDS = 10.0
 ABORT_SECONDS = 2.0
@@ -58,6 +59,8 @@ class Call:
     version: int | None = None
     lapses: int = 0
     """How often the registry had lost sight of this process when it was sent (Fleet.lapses)."""
+    said: Said | None = None
+    """What its prompt was rendered from; None: not known, only servers that take ids can have it."""
     failed: set[str] = field(default_factory=set)
     """Servers that answered it with an error, or with what is no reply: others go first."""
     strikes: list[Strike] = field(default_factory=list)
@@ -113,8 +116,8 @@ class Server:
         self.engine = Engine(about.url, session, timeout=probe_timeout)
         self.state = NEW
         self.why = "nobody has asked it yet"
-        self.endpoint = about.endpoint
-        self.labels = about.endpoint != "completions"
+        self.endpoint = ENDPOINTS.get(about.kind, about.endpoint)
+        self.labels = about.endpoint not in UNLABELLED
         """Whether the versions that it labels its tokens with can be relied on (it has a control side)."""
         self.control = False
         """Whether it has a control side, and so a label that says which weights it has."""
@@ -201,7 +204,7 @@ class Server:
         known = self.about
         self.about = replace(about, window=about.window or known.window, tokenizer=about.tokenizer or known.tokenizer)
         self.gone = False
-        if about.endpoint == "completions":
+        if about.endpoint in UNLABELLED:
             self.endpoint, self.labels = about.endpoint, False
 
     def settle(self, died: bool) -> None:
@@ -217,7 +220,7 @@ class Server:
 
     async def look(self, model: str) -> Look:
         """Ask for one token, and beside it whether it is paused and whether it works. One time limit for all."""
-        endpoint = "completions" if self.about.kind == "openai" else self.endpoint
+        endpoint = ENDPOINTS.get(self.about.kind, self.endpoint)
         probe, paused, progress = await asyncio.gather(
             self._probe(model, endpoint), self.engine.is_paused(), self.engine.generated(), return_exceptions=True
         )
@@ -227,7 +230,7 @@ class Server:
         if isinstance(paused, EngineError) and paused.fault == "misfit":
             self.labels = self.control = False
         elif isinstance(paused, bool):
-            self.labels, self.control = self.about.endpoint != "completions", True
+            self.labels, self.control = self.about.endpoint not in UNLABELLED, True
         return Look(
             probe if isinstance(probe, Probe) else None,
             probe if isinstance(probe, EngineError) else None,
@@ -250,9 +253,8 @@ class Server:
     ) -> bytes:  # fmt: skip
         """The body of the reply. Raises Repeat, ContextFull, TaskError, PolicyError; a cancel closes the socket."""
         sent = priority if self.takes_priority else None
-        status, body = await self._post(
-            call, request_id, request.body(self.endpoint, request_id, model, ids, params, sent), session_id, limit
-        )
+        asked = request.body(self.endpoint, request_id, model, ids, params, sent, call.said)
+        status, body = await self._post(call, request_id, asked, session_id, limit)
         if status == 400 and sent is not None and b"priority" in body:
             self.takes_priority = False
             return await self.ask(call, request_id, model, ids, params, None, session_id, limit)

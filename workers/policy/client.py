@@ -29,6 +29,7 @@ from workers.policy.pool import MOST_ERRORS, Pool
 from workers.policy.rendering import Rendering
 from workers.policy.reply import Repeat
 from workers.policy.sampling import settled
+from workers.policy.spoken import Spoken
 from workers.policy.tokenizer import Tokenizer
 from workers.policy.tokens import Tokens
 
@@ -71,6 +72,7 @@ class VllmPolicy:
         self._tokens = Tokens(tokenizer, renderer, self.pool.fleet)
         self._calls = 0
         self._sticky, self._cached = "", 0
+        self._spoken = Spoken()
 
     def bound(self, clock: Clock | None = None, name: str = "", priority: int | None = None) -> VllmPolicy:
         """A view for one attempt: `clock` is its own, `name` begins its request ids, `priority` goes to the server.
@@ -82,6 +84,7 @@ class VllmPolicy:
         view.name = _UNFIT.sub("-", name)[:100]
         view.clock, view.priority, view._calls = clock, priority, 0
         view._sticky, view._cached = "", 0
+        view._spoken = Spoken()
         return view
 
     async def close(self) -> None:
@@ -121,7 +124,10 @@ class VllmPolicy:
 
     def render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> list[int]:
         """See Rendering.render."""
-        return self.rendering.render(messages, tools)
+        ids = self.rendering.render(messages, tools)
+        if self.pool.fleet.chats:
+            self._spoken.note(ids, *self.rendering.plain(messages, tools))
+        return ids
 
     def parse(self, ids: Sequence[int], prompt_ids: Sequence[int], tools: Sequence[dict[str, Any]] = ()) -> Parsed:
         """See Rendering.parse."""
@@ -136,7 +142,11 @@ class VllmPolicy:
         before: Sequence[Message] = (),
     ) -> list[int] | None:
         """See Rendering.bridge."""
-        return self.rendering.bridge(prompt_ids, completion_ids, new, tools, before)
+        ids = self.rendering.bridge(prompt_ids, completion_ids, new, tools, before)
+        if ids is not None and before and self.pool.fleet.chats:
+            said = self.rendering.plain([*before, *new], tools)
+            self._spoken.note(ids, *said, len(prompt_ids) + len(completion_ids))
+        return ids
 
     def text(self, ids: Sequence[int]) -> str:
         """See Rendering.text."""
@@ -155,7 +165,7 @@ class VllmPolicy:
         settings = settled(sampling, self.defaults, len(prompt_ids), self._context)
         call = Call(
             prompt=len(prompt_ids), most=settings["max_tokens"], clock=self.clock, sticky=self._sticky,
-            cached=min(self._cached, len(prompt_ids)),
+            cached=min(self._cached, len(prompt_ids)), said=self._spoken.of(prompt_ids),
         )  # fmt: skip
         while True:
             server = await self.pool.admit(call)
@@ -190,7 +200,8 @@ class VllmPolicy:
                 self.name or request_id, self.pool.fleet.patience.request,
             )  # fmt: skip
             seconds = time.monotonic() - began
-            answer = reply.read(body, request_id, server.endpoint, prompt_ids, settings["max_tokens"])
+            kept = call.said.kept if call.said is not None else 0
+            answer = reply.read(body, request_id, server.endpoint, prompt_ids, settings["max_tokens"], kept)
             versions = await self._versions(call, server, answer, dispatched)
             sampled = len(answer.ids)
             if answer.finish_reason != "abort":
@@ -210,6 +221,8 @@ class VllmPolicy:
             sampling=settings,
             started=started,
             seconds=seconds,
+            prompt_ids=answer.prompt,
+            endpoint="chat" if server.endpoint == "chat" else "",
         )
 
     async def _version_at_dispatch(self, call: Call, server: Server) -> int:

@@ -134,6 +134,11 @@ class Fleet:
             return "somebody has paused it"
         return "it is full" if server.full_until > now else ""
 
+    @property
+    def chats(self) -> bool:
+        """Whether a server is known that takes messages instead of ids."""
+        return any(server.endpoint == "chat" for server in self.servers.values())
+
     def usable(self, but: Server | None = None) -> list[Server]:
         """The servers that take calls now."""
         now = time.monotonic()

@@ -11,6 +11,7 @@ import logging
 import time
 from dataclasses import replace
 
+from pipeline.backends import UNLABELLED
 from pipeline.engine import EngineError
 from pipeline.errors import ConfigError
 from workers.policy.backend import ASKED, DOWN, UP, Look, Server
@@ -81,9 +82,9 @@ class Health:
     async def _learn(self, server: Server, look: Look) -> None:
         """What an answer tells beside life: the path, the window, whether its weights are those we think they are."""
         assert look.probe is not None
-        server.endpoint = "completions" if server.about.endpoint == "completions" else look.probe.endpoint
+        server.endpoint = server.about.endpoint if server.about.endpoint in UNLABELLED else look.probe.endpoint
         server.label = look.probe.version if server.control else None
-        if self._registry is not None and server.endpoint == "completions" and not server.about.endpoint:
+        if self._registry is not None and server.endpoint in UNLABELLED and not server.about.endpoint:
             self._registry.note(server, endpoint=server.endpoint)  # whoever changes its weights must wait for its calls
         if not server.asked:
             said = await server.engine.about(server.about.model or self._fleet.model)

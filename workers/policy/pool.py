@@ -150,6 +150,14 @@ class Pool:
         if sum(1 for strike in call.strikes if strike.died is not False) >= MOST_DEATHS:
             return None
         usable = self.fleet.usable()
+        if call.said is None:
+            takes_ids = [server for server in usable if server.endpoint != "chat"]
+            if usable and not takes_ids:
+                raise PolicyError(
+                    "every usable policy server takes messages (kind nemo-rl), and those of this prompt are not known: "
+                    "render or bridge it right before the call, with the messages before it"
+                )
+            usable = takes_ids
         fitting = [server for server in usable if not 0 < server.window <= call.prompt]
         if not fitting:
             if usable:

@@ -14,7 +14,7 @@ from typing import Any
 from pipeline.errors import TaskError
 from pipeline.interfaces import Message, Parsed, ToolCall
 from workers.policy import families
-from workers.policy.tokenizer import Tokenizer, load
+from workers.policy.tokenizer import BREAK, Tokenizer, load
 
 _NAME = re.compile(r'"name"\s*:\s*"([^"\\]{1,64})"')
 _THINKS = ("<think>", "</think>")
@@ -157,6 +157,16 @@ class Rendering:
                 made[field] = _deep(value, guard)
         return made
 
+    def plain(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]
+    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """Messages and tools for a server that renders them itself: in what spells a control token stands a blank.
+
+        It can't be told to leave such a text alone. Arguments of calls are JSON texts, as chat completions want them.
+        """
+        guarded, offered = self._guarded(messages), self._offered(tools) or []
+        return [_blanked(message) for message in guarded], [_blanked(tool) for tool in offered]
+
     def _offered(self, tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]] | None:
         return [_deep(tool, self.tokenizer.guard) for tool in tools] or None
 
@@ -172,6 +182,11 @@ def _deep(value: Any, guard: Callable[[str], str]) -> Any:
     if isinstance(value, dict):
         return {_deep(key, guard): _deep(inner, guard) for key, inner in value.items()}
     return [_deep(inner, guard) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def _blanked(value: Any) -> Any:
+    """A copy in which the breaks of the guard are blanks, which another tokenizer takes too."""
+    return _deep(value, lambda text: text.replace(BREAK, " "))
 
 
 def _guarded_call(call: dict[str, Any], guard: Callable[[str], str]) -> dict[str, Any]:

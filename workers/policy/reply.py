@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 import orjson
 
+from pipeline import chat
 from pipeline.engine import UNTOLD, error_text, version_number
 from pipeline.errors import ContextFull, PolicyReplyError, TaskError
 
@@ -44,29 +45,41 @@ class Repeat(Exception):
 
 class Reply(NamedTuple):
     """One sampled action. `versions` is None where the server does not label spans; `untold`: some of them bear the
-    label of a server to which nobody has told a version."""
+    label of a server to which nobody has told a version; `prompt`: what a server read that renders messages itself."""
 
     ids: list[int]
     logprobs: list[float]
     versions: list[tuple[int, int, int]] | None
     finish_reason: str
     untold: bool = False
+    prompt: list[int] | None = None
 
 
 def read(
-    body: bytes, request_id: str, endpoint: str = "generate", prompt: Sequence[int] = (), most: float = math.inf
+    body: bytes,
+    request_id: str,
+    endpoint: str = "generate",
+    prompt: Sequence[int] = (),
+    most: float = math.inf,
+    kept: int = 0,
 ) -> Reply:
-    """The checked reply of `/inference/v1/generate` or `/v1/completions`.
+    """The checked reply of `/inference/v1/generate`, `/v1/completions` or chat completions (pipeline.chat).
 
-    `prompt`: what was sent; a server that repeats it must have read the same. `most`: tokens that were asked for at
-    most. Raises PolicyReplyError, which names what does not fit.
+    `prompt`: what was sent; a server that repeats it must have read the same. A chat must repeat it, and must have read
+    the first `kept` ids of it: what it rendered behind them is its own. `most`: tokens that were asked for at most.
+    Raises PolicyReplyError, which names what does not fit.
     """
     try:
         answer = orjson.loads(body)
         choice = answer["choices"][0]
-        ids, logprobs, reason = choice["token_ids"], choice["logprobs"], choice["finish_reason"]
+        reason = choice["finish_reason"]
         claimed = (answer.get("usage") or {}).get("completion_tokens")
-        echoed = choice.get("prompt_token_ids")
+        if endpoint == "chat":
+            echoed, ids, evidence = chat.told(answer)
+            reason = "stop" if reason == "tool_calls" else reason
+        else:
+            echoed, ids = choice.get("prompt_token_ids"), choice["token_ids"]
+            evidence = _evidence(choice["logprobs"], endpoint)
     except (orjson.JSONDecodeError, KeyError, IndexError, TypeError, AttributeError) as error:
         raise PolicyReplyError(
             f"request {request_id}: the reply is not the one of the {endpoint} endpoint: {error!r}"
@@ -78,11 +91,14 @@ def read(
         raise PolicyReplyError(f"request {request_id}: {str(wrong[0])[:80]} is no token id")
     if len(ids) > most:
         raise PolicyReplyError(f"request {request_id}: {len(ids)} tokens came, {most} were asked for at most")
-    if echoed is not None and len(prompt) and echoed != list(prompt):
+    if endpoint == "chat":
+        _check_prompt(request_id, echoed, prompt, kept)
+        if reason == "abort":
+            raise PolicyReplyError(f"request {request_id}: it was aborted; chat completions can't go on inside a reply")
+    elif echoed is not None and len(prompt) and echoed != list(prompt):
         raise PolicyReplyError(
             f"request {request_id}: {len(prompt)} prompt ids were sent, the server read {len(echoed)} others"
         )
-    evidence = _evidence(logprobs, endpoint)
     if evidence is None:
         raise PolicyReplyError(f"request {request_id}: {len(ids)} ids came with 0 logprobs")
     if claimed is not None and claimed != len(ids):
@@ -97,7 +113,21 @@ def read(
         raise PolicyReplyError(f"request {request_id}: no token came, and finish_reason is {reason!r}")
     versions = _versions(choice, len(ids), request_id)
     untold = versions is not None and any(str(span["version"]) == UNTOLD for span in choice["weight_versions"])
-    return Reply(ids, _logprobs(ids, evidence, request_id), versions, reason, untold)
+    other = echoed if endpoint == "chat" and echoed != list(prompt) else None
+    return Reply(ids, _logprobs(ids, evidence, request_id), versions, reason, untold, other)
+
+
+def _check_prompt(request_id: str, read: Any, sent: Sequence[int], kept: int) -> None:
+    """What was read and sampled before must be in the prompt as it is, id by id."""
+    if not isinstance(read, list) or not read or any(type(item) is not int or not 0 <= item < ID_END for item in read):
+        raise PolicyReplyError(f"request {request_id}: the server does not say which prompt ids it read")
+    wanted = list(sent[:kept])
+    if read[:kept] != wanted:
+        at = next((at for at, (a, b) in enumerate(zip(read, wanted, strict=False)) if a != b), min(len(read), kept))
+        raise PolicyReplyError(
+            f"request {request_id}: the server did not keep the {kept} ids of the turns before: at {at} it read "
+            f"{read[at : at + 8]}, the trajectory has {wanted[at : at + 8]}; it tokenises anew what was sampled"
+        )
 
 
 def _evidence(logprobs: Any, endpoint: str) -> list[Any] | None:

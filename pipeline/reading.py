@@ -1,0 +1,63 @@
+"""Reads the records of popped rollouts: what is small in one go, then the payloads page by page, decoded beside the loop.
+
+A batch of long trajectories is tens of megabytes. A few pages are on their way at a time: while one comes from Redis,
+another is decompressed and checked in a thread (zstd lets go of the interpreter's lock). So the compressed bytes of a
+batch are never in memory together, only those of the pages in flight.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from pipeline.inspect import attempts_of, fields_of
+from pipeline.leases import Popped
+from pipeline.queue import Queue
+from pipeline.results import Rollout, read
+
+PAGE = 8
+"""Payloads that are asked for and decoded together."""
+PAGES = 3
+"""Pages in flight at most: one that comes, and one for each of two cores to decode."""
+SMALL = 64 * 1024
+"""A page of fewer bytes (compressed) is decoded at once: a thread would cost more than it gives."""
+
+
+class Head(NamedTuple):
+    """All of a record but its payload: the rollout's hash, and its attempts."""
+
+    lease: Popped
+    fields: dict[str, bytes]
+    attempts: list[dict[str, Any]]
+
+
+async def read_all(queue: Queue, leases: Sequence[Popped]) -> list[Rollout]:
+    """The records of leased rollouts, in their order. Bytes that do not decode make a `failed` one (`results.read`)."""
+    heads = await asyncio.gather(*(_head(queue, lease) for lease in leases))
+    free = asyncio.Semaphore(PAGES)
+    pages = (heads[at : at + PAGE] for at in range(0, len(heads), PAGE))
+    return [rollout for page in await asyncio.gather(*(_page(queue, page, free) for page in pages)) for rollout in page]
+
+
+async def _head(queue: Queue, lease: Popped) -> Head:
+    return Head(lease, *await asyncio.gather(fields_of(queue, lease.id), attempts_of(queue, lease.id)))
+
+
+async def _page(queue: Queue, heads: Sequence[Head], free: asyncio.Semaphore) -> list[Rollout]:
+    async with free:
+        payloads = await asyncio.gather(*(_payload(queue, head) for head in heads))
+        if sum(len(payload or b"") for payload in payloads) < SMALL:
+            return _decode(heads, payloads)
+        return await asyncio.to_thread(_decode, heads, payloads)
+
+
+async def _payload(queue: Queue, head: Head) -> bytes | None:
+    token = head.fields.get("payload", b"").decode()
+    return await queue.read_payload(head.lease.id, token) if token else None
+
+
+def _decode(heads: Sequence[Head], payloads: list[bytes | None]) -> list[Rollout]:
+    """Empties `payloads` on the way: each one's bytes are free as soon as it is decoded."""
+    payloads.reverse()
+    return [read(head.lease, head.fields, head.attempts, payloads.pop()) for head in heads]
