@@ -13,6 +13,7 @@ if TYPE_CHECKING:
         PolicyError as PolicyError,
         QueueFull as QueueFull,
     )
+    from pipeline.groups import GroupPolicy as GroupPolicy
     from pipeline.interfaces import AgentHandler as AgentHandler, Context as Context, Reward as Reward
     from pipeline.results import Group as Group, Rollout as Rollout
     from pipeline.sync_client import SyncRolloutClient as SyncRolloutClient
@@ -22,6 +23,7 @@ _WHERE = {
     "AgentHandler": "pipeline.interfaces",
     "Context": "pipeline.interfaces",
     "Group": "pipeline.results",
+    "GroupPolicy": "pipeline.groups",
     "Incomplete": "pipeline.errors",
     "MemoryHigh": "pipeline.errors",
     "PolicyError": "pipeline.errors",
@@ -38,6 +40,7 @@ __all__ = [
     "AgentHandler",
     "Context",
     "Group",
+    "GroupPolicy",
     "Incomplete",
     "MemoryHigh",
     "PolicyError",

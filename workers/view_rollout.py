@@ -17,7 +17,7 @@ from workers.evidence import clean, scalar
 
 FACTS = (
     "handler", "group", "lane", "outcome", "truncated", "kind", "why", "at", "host", "exit", "losses", "worked",
-    "seconds", "retry_of", "requeued", "cancel", "reward",
+    "seconds", "retry_of", "requeued", "cancel", "late", "reward",
 )  # fmt: skip
 
 NAMES = {"worked": "worked", "seconds": "took"}

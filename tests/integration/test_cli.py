@@ -166,6 +166,16 @@ def test_no_ack_gives_back_and_arrays_are_lists(line: Line) -> None:
     assert gone.exit_code == 1 and "acknowledged" in gone.stderr
 
 
+def test_a_run_is_paused_and_resumed(line: Line) -> None:
+    line.ok("run", "pause", "--why", "the cluster is wanted")
+    for view in (("depth",), ("watch", "--once")):
+        assert "paused" in (said := line.ok(*view)) and "the cluster is wanted" in said
+    assert line.json("run", "pause")["paused"].startswith("the run of lane train is paused")
+    assert line.json("run", "resume") == {"lane": "train", "paused": ""}
+    assert "paused" not in line.ok("depth")
+    assert line.call("run", "pause", "--lane", "nope").exit_code == 2
+
+
 def test_cancel(line: Line) -> None:
     line.ok(
         "enqueue",

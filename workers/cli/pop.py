@@ -91,7 +91,8 @@ def record(rollout: Rollout, arrays: bool) -> dict[str, Any]:
         "parts": rollout.parts, "evidence": _plain(rollout.evidence), "truncated": rollout.truncated,
         "failure": {name: getattr(failure, name) for name in failure.__slots__} if failure else None,
         "retry_of": rollout.retry_of, "losses": rollout.losses, "attempts": rollout.attempts,
-        "seconds": rollout.seconds, "worked": rollout.worked, "state": _plain(rollout.state),
+        "seconds": rollout.seconds, "worked": rollout.worked, "sampled": rollout.sampled, "late": rollout.late,
+        "state": _plain(rollout.state),
         "trajectory": trajectory_record(rollout.trajectory, arrays),
     }  # fmt: skip
 

@@ -72,7 +72,8 @@ async def _enqueue(
             if as_json:
                 say({"tasks": len(spool), "rollouts": len(ids), "ids": ids})
             else:
-                click.echo(f"{len(spool)} tasks x {samples} samples = {len(ids)} rollouts in lane {lane}")
+                each = len(ids) // max(1, len(spool))  # with those that groups.extra adds
+                click.echo(f"{len(spool)} tasks x {each} samples = {len(ids)} rollouts in lane {lane}")
             return 0
         ended = await wait_for(client.queue, ids, timeout)
     return _summary(ids, ended, timeout, as_json)
