@@ -37,8 +37,8 @@ for i = 3, #A, 2 do
       redis.call('ZREM', key('closing'), v[2])
       redis.call('UNLINK', group, key('m', v[2]))
     else -- its other members may be popped as a group
-      local g = redis.call('HMGET', group, 'done', 'samples', 'lane', 'order', 'closed')
-      if g[5] then redis.call('HSET', group, 'part', 1) end -- what comes of it from now on is late
+      local g = redis.call('HMGET', group, 'done', 'samples', 'lane', 'order', 'closed', 'rest')
+      if g[5] and g[6] then redis.call('HSET', group, 'part', 1) end -- what comes of it from now on is late
       if g[1] == g[2] then redis.call('ZADD', key('groups', g[3]), g[4], v[2]) end
     end
     out[#out + 1] = 'OK'
