@@ -6,13 +6,18 @@ STAMP  := $(VENV)/.installed
 ARGS   ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-vllm check format bench soak system docs clean
+.PHONY: help demo demo-train test test-vllm test-trainers check format bench soak system docs clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' Makefile
 
 demo: $(STAMP) ## see the line run: 32 tasks x 4 samples through three worker processes (ARGS="--json")
 	$(BIN)/rollout demo $(ARGS)
+
+demo-train: $(STAMP) ## a real RL run: TRL on a tiny model, vLLM on the CPU, five minutes, with a plot (ARGS="-- --steps 20")
+	@.ci/vllm.sh $(BIN)/python $(VENV)-vllm
+	@.ci/trainers.sh $(BIN)/python $(VENV)-trainers
+	$(BIN)/python benchmarks/train.py --json benchmarks/results/train.json $(ARGS)
 
 test: $(STAMP) ## all tests but the long ones; with CI=true installs the services first (ARGS="-k queue")
 	@if [ "$${CI:-}" = true ]; then $(MAKE) --no-print-directory system; fi
@@ -21,6 +26,11 @@ test: $(STAMP) ## all tests but the long ones; with CI=true installs the service
 test-vllm: $(STAMP) ## tests against a real vLLM on the CPU; installs it into .venv-vllm first, 3 GB (ARGS='-m "not slow"')
 	@.ci/vllm.sh $(BIN)/python $(VENV)-vllm
 	@$(BIN)/pytest tests/vllm $(ARGS) </dev/null
+
+test-trainers: $(STAMP) ## tests with real trainers (TRL, verl) on the CPU, and vLLM; .venv-trainers, 1.9 GB (ARGS='-m "not slow"')
+	@.ci/vllm.sh $(BIN)/python $(VENV)-vllm
+	@.ci/trainers.sh $(BIN)/python $(VENV)-trainers
+	@$(BIN)/pytest tests/trainers $(ARGS) </dev/null
 
 check: $(STAMP) ## format, lint, types, import rule
 	$(BIN)/ruff format --check .
@@ -40,8 +50,9 @@ bench: $(STAMP) ## figures of this machine, into benchmarks/results/ (keep the m
 	$(BIN)/python benchmarks/handlers.py --json benchmarks/results/handlers.json
 
 soak: $(STAMP) ## the full sizes: the long tests, then the benchmarks
-	$(BIN)/pytest tests -m slow --timeout 3600 --ignore tests/vllm $(ARGS)
+	$(BIN)/pytest tests -m slow --timeout 3600 --ignore tests/vllm --ignore tests/trainers $(ARGS)
 	@$(MAKE) --no-print-directory test-vllm ARGS="-m slow"
+	@$(MAKE) --no-print-directory test-trainers ARGS="-m slow"
 	@$(MAKE) --no-print-directory bench ARGS=
 
 system: ## what changes the machine: installs redis-server, bubblewrap, busybox and Apptainer where missing; says so first
@@ -51,8 +62,8 @@ docs: $(STAMP) ## write docs/config.md and docs/redis-keys.md anew, from config.
 	$(BIN)/python .ci/config_page.py > docs/config.md
 	$(BIN)/python .ci/keys_page.py > docs/redis-keys.md
 
-clean: ## remove .venv, .venv-vllm and caches
-	rm -rf $(VENV) $(VENV)-vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis
+clean: ## remove .venv, .venv-vllm, .venv-trainers and caches
+	rm -rf $(VENV) $(VENV)-vllm $(VENV)-trainers .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 $(STAMP): pyproject.toml .ci/constraints.txt .ci/venv.sh
 	@.ci/venv.sh "$(PYTHON)" "$(VENV)"

@@ -109,13 +109,17 @@ def median(values: Sequence[float]) -> float:
 
 
 def write(figures: dict[str, Any], file: str | None) -> None:
-    """Print the figures, and write them as one flat JSON object."""
-    figures = {name: round(value, 3) if isinstance(value, float) else value for name, value in figures.items()}
+    """Print the figures, and write them as one flat JSON object: three decimals, two digits of what is smaller."""
+    figures = {name: _short(value) if isinstance(value, float) else value for name, value in figures.items()}
     text = json.dumps(figures, indent=1)
     sys.stdout.write(text + "\n")
     if file:
         Path(file).parent.mkdir(parents=True, exist_ok=True)
         Path(file).write_text(text + "\n")
+
+
+def _short(value: float) -> float:
+    return round(value, 3) if abs(value) >= 0.001 else float(f"{value:.2g}")
 
 
 def wait_until(condition: Any, seconds: float, what: str) -> None:

@@ -168,6 +168,9 @@ class Talk:
         trajectory, sampling = self._ctx.trajectory, self._ctx.sampling
         for _ in range(MOST_ABORTS):
             done = await self._policy.generate(trajectory.ids, sampling)
+            if done.prompt_ids is not None:
+                trajectory.reread(done.prompt_ids, **_told(done))
+                self._before = len(trajectory.ids)
             if done.ids:
                 _add(self._ctx, done)
             if done.finish_reason != "abort":
@@ -236,4 +239,10 @@ def _add(ctx: Context, done: Completion) -> None:
         started=done.started,
         seconds=done.seconds,
         sampling=done.sampling,
+        **_told(done),
     )
+
+
+def _told(done: Completion) -> dict[str, Any]:
+    """What a turn says of the server's endpoint, where that is not the usual one."""
+    return {"extra": {"endpoint": done.endpoint}} if done.endpoint else {}

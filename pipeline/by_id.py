@@ -1,8 +1,8 @@
 """Waiting for rollouts by their ids: for callers that each ask for one, many at once in one process.
 
 `pop` gives whatever is oldest in its lane. Here each caller gets its own, and what others wait for stays in the lane.
-Several processes may wait in one lane; a trainer that pops there would take their rollouts away, so let such callers
-have a lane of their own (`line.lanes`).
+Several processes may wait in one lane; a trainer that pops there would take their rollouts away, so where there is one,
+let these callers have a lane of their own (`line.lanes`).
 """
 
 from __future__ import annotations
@@ -19,14 +19,17 @@ from typing import Self
 from pipeline.client import RolloutClient
 from pipeline.envelope import Task, rollout_id
 from pipeline.errors import Incomplete, LineError, ServiceError, TaskError
-from pipeline.inspect import where
 from pipeline.missing import why_missing
 from pipeline.results import Batch, Rollout
+from pipeline.trouble import troubles
 
 log = logging.getLogger(__name__)
 
 REST_PER_ID = 20e-6
 """Seconds between two looks for each id that is looked for: Redis is busy with looks for a tenth of that."""
+
+LOOK_EVERY = 2.0
+"""Seconds between two looks at whether the line can go on, where `dead_after` is given."""
 
 LEAVE_SECONDS = 5.0
 """For rollouts that were given up to end, when the waiter closes."""
@@ -35,16 +38,20 @@ LEAVE_SECONDS = 5.0
 class Waiter:
     """Finished rollouts of one lane of an open client, each for whoever waits for its id.
 
-    Close it (or leave its `async with`) before the client.
+    `dead_after`: seconds after which every wait ends with Incomplete when no live worker serves a stage that has work;
+    None: only the log says so. Close it (or leave its `async with`) before the client.
     """
 
-    def __init__(self, client: RolloutClient, lane: str = "train") -> None:
+    def __init__(self, client: RolloutClient, lane: str = "train", *, dead_after: float | None = None) -> None:
         self.client, self.lane = client, lane
+        self._dead_after = dead_after
         self._waiting: dict[str, asyncio.Future[None]] = {}
+        self._playing: set[str] = set()
         self._given_up: set[str] = set()
         self._kept: dict[str, Rollout] = {}
         self._looking: asyncio.Task[None] | None = None
         self._closed = False
+        self._looked, self._dead_since = 0.0, float("inf")
 
     async def __aenter__(self) -> Self:
         return self
@@ -55,10 +62,13 @@ class Waiter:
         await self.close()
 
     async def close(self) -> None:
-        """End every wait. What was given up has LEAVE_SECONDS to end, so that its record does not stay behind; what
-        came and was not acked goes back to the line when the client closes."""
+        """End every wait with ServiceError. What `play` enqueued is cancelled, and has LEAVE_SECONDS to end, so that no
+        record stays behind; what came and was not acked goes back to the line when the client closes."""
         self._closed = True
-        self._fail_waiting(ServiceError("the waiter was closed"))
+        with contextlib.suppress(LineError):  # Redis is away: what runs goes on, for nobody
+            for id in list(self._playing):
+                await self.give_up(id, "the process that waited for it has ended")
+        self._fail(ServiceError("the waiter was closed"))
         looking = self._looking
         if looking is not None:
             await asyncio.wait({looking}, timeout=LEAVE_SECONDS if self._given_up else 0)
@@ -66,25 +76,31 @@ class Waiter:
             await asyncio.wait({looking})
 
     async def play(self, task: Task, timeout: float | None = None, *, priority: int = 0) -> Rollout:
-        """Enqueue one rollout of this task and wait for it, as `rollout` does. A wait that fails or is cancelled
-        cancels the rollout. Raises what `enqueue` and `rollout` raise."""
+        """Enqueue one rollout of this task and wait for it, as `rollout` does; a task without an id gets one. A wait
+        that fails or is cancelled cancels the rollout. Raises what `enqueue` and `rollout` raise."""
+        self._check_open()
         task = task if task.id else replace(task, id=f"{task.handler.rpartition(':')[2].lower()}-{uuid.uuid4().hex}")
         id = rollout_id(task.id or "", 0)
+        self._playing.add(id)
         try:
             await self.client.enqueue([task], lane=self.lane, priority=priority)
             return await self.rollout(id, timeout)
         except (ServiceError, asyncio.CancelledError) as error:
-            with contextlib.suppress(LineError):  # Redis is away: the rollout goes on, for nobody
-                await self.give_up(id, str(error)[:200] or "its caller has gone")
+            if not self._closed:
+                with contextlib.suppress(LineError):  # Redis is away: the rollout goes on, for nobody
+                    await self.give_up(id, str(error)[:200] or "its caller has gone")
             raise
+        finally:
+            self._playing.discard(id)
 
     async def rollout(self, id: str, timeout: float | None = None) -> Rollout:
         """The rollout of this id once it has ended, whatever its outcome; it is leased: `client.ack` forgets it.
 
-        Raises Incomplete after `timeout` seconds: where it is and why it waits; TaskError where the line has no such
-        rollout (never enqueued, or acked), or it is waited for already; RedisUnavailable where Redis stays away.
-        However the wait ends, the rollout goes on: see `give_up`.
+        Raises Incomplete after `timeout` seconds, and for a dead line: where it is and why it waits; TaskError where
+        the line has no such rollout (never enqueued, or acked), or it is waited for already; RedisUnavailable where
+        Redis stays away. However the wait ends, the rollout goes on: see `give_up`.
         """
+        self._check_open()
         if id in self._waiting:
             raise TaskError(f"rollout {id} is waited for already: one caller gets it")
         came = self._waiting[id] = asyncio.get_running_loop().create_future()
@@ -95,8 +111,7 @@ class Waiter:
             if id in self._kept:
                 return self._kept.pop(id)
             why = (await why_missing(self.client.queue, self.lane, [id]))[id]
-            said = f"rollout {id} did not end within {time.monotonic() - began:.0f} s: {why}"
-            raise Incomplete(said, batch=Batch((), ()), wanted=1, got=0, missing={id: why})
+            raise _incomplete(id, f"rollout {id} did not end within {time.monotonic() - began:.0f} s: {why}", why)
         finally:
             del self._waiting[id]
 
@@ -112,19 +127,24 @@ class Waiter:
 
     async def _until(self, id: str, came: asyncio.Future[None], timeout: float | None) -> None:
         """Return when it came or `timeout` is over. Raises what ended the looking."""
-        if not await where(self.client.queue, [id]):
+        queue = self.client.queue
+        if not await queue.execute("EXISTS", queue.key("r", id)):
             raise TaskError(f"the line has no rollout {id}: it was never enqueued, or it is acked")
         self._look()
         await asyncio.wait({came}, timeout=timeout)
         if came.done():
             came.result()
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ServiceError("the waiter was closed")
+
     def _wanted(self) -> list[str]:
         return [*self._waiting.keys() - self._kept.keys(), *self._given_up]
 
     def _look(self) -> None:
         """See to it that somebody looks."""
-        if self._looking is None and not self._closed and self._wanted():
+        if self._looking is None and self._wanted():
             self._looking = asyncio.create_task(self._watch(), name=f"by-id-{self.lane}")
 
     async def _watch(self) -> None:
@@ -134,6 +154,7 @@ class Waiter:
                 async for batch in turns:
                     for rollout in batch:
                         await self._arrived(rollout)
+                    await self._check_alive()
                     wanted = len(self._wanted())
                     if not wanted:
                         break
@@ -141,7 +162,7 @@ class Waiter:
         except Exception as error:  # whatever it is, those that wait must hear of it
             log.warning("rollouts are no longer waited for: %s", error)
             self._given_up.clear()
-            self._fail_waiting(error if isinstance(error, LineError) else ServiceError(f"the wait broke: {error!r}"))
+            self._fail(error if isinstance(error, LineError) else ServiceError(f"the wait broke: {error!r}"))
         finally:
             self._looking = None
         self._look()  # somebody may have come while it was ending
@@ -156,7 +177,26 @@ class Waiter:
         if came is not None and not came.done():
             came.set_result(None)
 
-    def _fail_waiting(self, error: LineError) -> None:
+    async def _check_alive(self) -> None:
+        """End the waits when the line has been dead for so long."""
+        now = time.monotonic()
+        if self._dead_after is None or not self._waiting or now - self._looked < min(LOOK_EVERY, self._dead_after):
+            return
+        self._looked = now
+        found = await troubles(self.client.queue, self.lane, self.client.name)
+        why = next((said for kind, said in found.items() if kind.startswith("workers")), "")
+        self._dead_since = min(self._dead_since, now) if why else float("inf")
+        if now - self._dead_since >= self._dead_after:
+            self._dead_since = float("inf")
+            for id, came in self._waiting.items():
+                if not came.done():
+                    came.set_exception(_incomplete(id, f"rollout {id} is not waited for any longer: {why}", why))
+
+    def _fail(self, error: LineError) -> None:
         for came in self._waiting.values():
             if not came.done():
                 came.set_exception(error)
+
+
+def _incomplete(id: str, said: str, why: str) -> Incomplete:
+    return Incomplete(said, batch=Batch((), ()), wanted=1, got=0, missing={id: why})

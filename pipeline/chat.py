@@ -9,6 +9,7 @@ tools/external_rollout_vllm; vLLM's chat completions with `return_token_ids`; fo
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -40,8 +41,8 @@ def asked(
     body |= {"return_token_ids": True, "return_tokens_as_token_ids": True}
     if tools:
         body |= {"tools": list(tools), "tool_choice": "none"}
-    if prefix:
-        body["required_prefix_token_ids"] = list(prefix)
+    if len(prefix):
+        body["required_prefix_token_ids"] = array("I", prefix).tolist()
     return body
 
 

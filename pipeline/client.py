@@ -28,13 +28,16 @@ from pipeline.connection import check, connect
 from pipeline.consumer import Consumer
 from pipeline.envelope import Task
 from pipeline.errors import ConfigError, RedisUnavailable, TaskError
-from pipeline.groups import GroupPolicy
+from pipeline.feed import Tasks
+from pipeline.groups import GroupPolicy, Keep
 from pipeline.inspect import counts, depth, workers
 from pipeline.outstanding import Outstanding
 from pipeline.producer import Producer
 from pipeline.queue import Queue
 from pipeline.registration import Registration, register
+from pipeline.report import Evaluation, Report
 from pipeline.results import Batch, Group, Rollout
+from pipeline.stream import Stream, make
 from pipeline.weights import Mode, Move, Update, Weights
 
 log = logging.getLogger(__name__)
@@ -163,6 +166,51 @@ class RolloutClient:
         Logs a warning for a rollout whose lease ran out before the ack: another consumer may have it too.
         """
         await self._consumer.ack(popped, drop=drop)
+
+    def stream(
+        self,
+        tasks: Tasks,
+        *,
+        samples: int = 1,
+        batch: int,
+        ahead: int = 1,
+        groups: GroupPolicy | None = None,
+        keep: str | Keep | None = None,
+        name: str = "",
+        seed: int | None = None,
+        epochs: int | None = None,
+        lane: str = "train",
+        timeout: float | None = None,
+    ) -> Stream:
+        """Keep the line full, and give one batch after another: `async for groups in stream`, lists of `batch` groups.
+
+        `tasks`: a sequence (each epoch shuffled where there is a `seed`; `epochs` None: for ever), or an iterator, read
+        once. When they are over the last list is what is left. `ahead`: batches in flight beyond the one that is asked
+        for, so batch * (1 + ahead) groups at most; 0 is the synchronous case. With `start_run(batch=batch * samples,
+        max_staleness=ahead)` INIT begins exactly what can be trained on in time. `keep`: "all", "scored", "spread" or a
+        function of a Group, also asked of late ones; what it refuses is thrown away and replaced (None: groups.keep).
+        `name`: front of the groups' ids, else a random one; a task's own id stands in its place. `timeout`: s a batch.
+
+        Ack each batch after the optimiser step or after the checkpoint (docs/client.md: what a crash then costs).
+        Raises ConfigError; asked for a batch, Incomplete: its time is over, or 10 * batch groups were refused. Its
+        `.batch` is what came: ack it, or it is the front of the next one.
+        """
+        self._check_lane(lane)
+        return make(
+            self, self._consumer, tasks, samples=samples, batch=batch, ahead=ahead, groups=groups, keep=keep, name=name,
+            seed=seed, epochs=epochs, lane=lane, timeout=timeout,
+        )  # fmt: skip
+
+    async def evaluate(
+        self, tasks: Iterable[Task], *, samples: int = 1, timeout: float | None = None, lane: str = "eval"
+    ) -> Report:
+        """Play these tasks beside the training and report: whole groups, whatever their outcome, acked.
+
+        Other evaluations in the lane are left alone. Raises Incomplete after `timeout` seconds (the rest is cancelled,
+        `.batch` is a list of the groups that came), TaskError, QueueFull, MemoryHigh and RedisUnavailable.
+        """
+        self._check_lane(lane)
+        return await Evaluation(self, lane).run(tasks, samples, timeout)
 
     # -- weights -----------------------------------------------------------------------------------------------------
 

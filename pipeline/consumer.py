@@ -12,15 +12,16 @@ from typing import Any
 
 from pipeline.connection import connect, connect_sync
 from pipeline.errors import Incomplete, MemoryHigh, QueueFull, RedisUnavailable
-from pipeline.inspect import attempts_of, fields_of
 from pipeline.keeper import Keeper
 from pipeline.leases import Popped
 from pipeline.missing import summed_up, why_missing
 from pipeline.outstanding import PAGE, Outstanding
 from pipeline.producer import Producer
 from pipeline.queue import Queue
-from pipeline.results import Batch, Group, Rollout, read
+from pipeline.reading import read_all
+from pipeline.results import Batch, Group, Rollout
 from pipeline.staleness import with_staleness
+from pipeline.trouble import troubles
 from pipeline.waiting import Watch
 
 log = logging.getLogger(__name__)
@@ -94,17 +95,20 @@ class Consumer:
         count too, their ids are added to `dropped`."""
         _check_count(n)
         groups: list[Group] = []
+        popped = Batch((), ())
         gone: list[str] = [] if dropped is None else dropped
         async with self._popping, contextlib.AsyncExitStack() as undo:
-            undo.push_async_callback(lambda: self._give_back(groups))
+            undo.push_async_callback(lambda: self._give_back(popped))
             async with contextlib.aclosing(self._ticks(timeout, lane)) as ticks:
                 async for _ in ticks:
                     lease = self._config.lease.done_seconds
                     found = await self._queue.pop_groups(lane, n - len(groups), self._name, lease, patience=timeout)
-                    for group, leases in found:
-                        batch = await self._read(leases, lane, whole=True)
-                        groups += [await self._group(group, batch.rollouts)] if batch else []
-                        gone += [] if batch else [group]
+                    batch = await self._read([lease for _, leases in found for lease in leases], lane, whole=True)
+                    popped = popped + batch
+                    of = {rollout.id: rollout for rollout in batch}
+                    members = [(group, tuple(of[id] for id, _ in leases if id in of)) for group, leases in found]
+                    groups += await asyncio.gather(*(self._group(group, left) for group, left in members if left))
+                    gone += [group for group, left in members if not left]
                     if len(groups) >= n or (least is not None and len(groups) + len(gone) >= least):
                         undo.pop_all()
                         return groups
@@ -120,7 +124,7 @@ class Consumer:
         async with contextlib.aclosing(self._ticks(None, lane)) as ticks:
             async for _ in ticks:
                 leases = await self._queue.pop_ids(wanted(), self._name, self._config.lease.done_seconds)
-                yield await self._read(leases, lane, keep=True)
+                yield await self._read(leases, lane, keep=True) if leases else Batch((), ())
 
     async def _group(self, group: str, rollouts: tuple[Rollout, ...]) -> Group:
         """The group of these members, which are leased: so its hash is there."""
@@ -201,21 +205,23 @@ class Consumer:
 
     async def _read(self, leases: Sequence[Popped], lane: str, *, whole: bool = False, keep: bool = False) -> Batch:
         """Records of leased rollouts; the leases are kept alive from here on. What is too stale is dropped, where
-        policy.stale says so and not `keep`: alone, or all of them when they belong together (`whole`)."""
+        policy.stale says so and not `keep`: alone, or with its whole group (`whole`)."""
         if self._keeper is None:
             raise RuntimeError("this client is not open: use `async with RolloutClient()` or call `open()` first")
         self._keeper.hold(leases)
         try:
-            records = await asyncio.gather(*(self._read_one(lease) for lease in leases))
+            records = await read_all(self._queue, leases)
             rollouts = await with_staleness(self._queue, records, lane)
             drops = self._config.policy.stale == "drop" and not keep
             old = [rollout for rollout in rollouts if rollout.stale] if drops else []
             if old:
-                old = list(rollouts) if whole else old
+                groups = {rollout.group for rollout in old}
+                old = [rollout for rollout in rollouts if rollout.group in groups] if whole else old
                 await self.ack(old, drop=True)
                 self._dropped += old
         except BaseException:
-            self._keeper.forget(lease.id for lease in leases)  # unread, they return by themselves
+            self._keeper.forget(lease.id for lease in leases)
+            await self._hand_back(list(leases))  # unread; where Redis is away, they return by themselves
             raise
         gone = {rollout.id for rollout in old}
         return Batch(
@@ -223,20 +229,16 @@ class Consumer:
             tuple(lease for lease in leases if lease.id not in gone),
         )
 
-    async def _read_one(self, lease: Popped) -> Rollout:
-        fields, attempts = await asyncio.gather(fields_of(self._queue, lease.id), attempts_of(self._queue, lease.id))
-        token = fields.get("payload", b"").decode()
-        payload = await self._queue.read_payload(lease.id, token) if token else None
-        return read(lease, fields, attempts, payload)
-
     async def _incomplete(
         self, batch: Any, wanted: int, got: int, what: str, lane: str, timeout: float | None
     ) -> Incomplete:
         popped = set(ids_of(batch)) | self.held
         missing = await why_missing(self._queue, lane, [id for id in self._outstanding.ids(lane) if id not in popped])
+        found = await troubles(self._queue, lane, self._name)
+        reasons = [found[kind] for kind in ("policy", "servers", "memory") if kind in found]
+        said = filter(None, (*reasons, summed_up(missing, lane), self._said_of_dropped()))
         return Incomplete(
-            f"{got} of {wanted} {what} came within {timeout if timeout is not None else 0:g} s: "
-            f"{'; '.join(filter(None, (summed_up(missing, lane), self._said_of_dropped())))}",
+            f"{got} of {wanted} {what} came within {timeout if timeout is not None else 0:g} s: {'; '.join(said)}",
             batch=batch, wanted=wanted, got=got, missing=missing,
         )  # fmt: skip
 

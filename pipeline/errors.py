@@ -33,6 +33,7 @@ A handler raises plain Python errors; the worker's loop decides once, in `classi
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, ClassVar
 
 
@@ -215,6 +216,11 @@ class Incomplete(ServiceError):
         self.wanted = wanted
         self.got = got
         self.missing = missing
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """It is pickled whole: rank 0 hands it to the trainer's other processes."""
+        about = {"batch": self.batch, "wanted": self.wanted, "got": self.got, "missing": self.missing}
+        return partial(Incomplete, **about), (str(self),)
 
 
 def by_kind(kind: str, message: str) -> LineError | None:

@@ -34,7 +34,7 @@ stated.
     dead:STAGE      zset     dead letters by time (ms); keep.dead_days
     letter:ID       hash     copy of a failed rollout for people; keep.dead_days
     gone:ID         string   tombstone of an acked rollout; keep.gone_hours
-    workers, beats  hash, zset   what each worker says of itself (JSON), and when it last beat; 1 h
+    workers, beats  hash, zset   what each worker says of itself (JSON), and when it last beat or ticked; 1 h
     counts          hash     enqueued acked live scored failed cancelled dropped committed:STAGE
                              attempt|loss|fatal|back:STAGE
     backends        zset     policy servers by the end of their lease (ms; inf: registered by hand)
@@ -289,6 +289,15 @@ class Queue:
             return []
         life = int(self.config.keep.gone_hours * 3600)
         return [text_of(reply) for reply in await self.verb("take", life, "drop" if drop else "ack", *flat)]
+
+    async def acked(self, ids: Sequence[str]) -> list[str]:
+        """Those of `ids` that were acked, as far as their tombstones tell (keep.gone_hours)."""
+        found = await asyncio.gather(*(self.execute("EXISTS", self.key("gone", id)) for id in ids))
+        return [id for id, there in zip(ids, found, strict=True) if there]
+
+    async def has_group(self, group: str) -> bool:
+        """Whether a member of this group is in the line, not acked."""
+        return bool(await self.execute("EXISTS", self.key("g", group)))
 
     async def hand_back(self, popped: Iterable[Popped]) -> int:
         """Give popped rollouts back at once; returns how many went back."""

@@ -1,8 +1,8 @@
-"""Reads the records of popped rollouts: what is small in one go, then the payloads page by page, decoded beside the loop.
+"""Reads the records of popped rollouts: what is small in one go, then the payloads page by page.
 
 A batch of long trajectories is tens of megabytes. A few pages are on their way at a time: while one comes from Redis,
-another is decompressed and checked in a thread (zstd lets go of the interpreter's lock). So the compressed bytes of a
-batch are never in memory together, only those of the pages in flight.
+another is decompressed in a thread, for zstd lets go of the interpreter's lock. What needs the lock stays in the loop:
+two threads that fight for it took longer than one. So the compressed bytes of a batch are never all in memory.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from pipeline import wire
+from pipeline.errors import EnvelopeError
 from pipeline.inspect import attempts_of, fields_of
 from pipeline.leases import Popped
 from pipeline.queue import Queue
@@ -18,10 +20,10 @@ from pipeline.results import Rollout, read
 
 PAGE = 8
 """Payloads that are asked for and decoded together."""
-PAGES = 3
-"""Pages in flight at most: one that comes, and one for each of two cores to decode."""
+PAGES = 2
+"""Pages in flight at most: one that comes, and one that is decompressed."""
 SMALL = 64 * 1024
-"""A page of fewer bytes (compressed) is decoded at once: a thread would cost more than it gives."""
+"""A page of fewer bytes (compressed) is decompressed in the loop: a thread would cost more than it gives."""
 
 
 class Head(NamedTuple):
@@ -47,9 +49,10 @@ async def _head(queue: Queue, lease: Popped) -> Head:
 async def _page(queue: Queue, heads: Sequence[Head], free: asyncio.Semaphore) -> list[Rollout]:
     async with free:
         payloads = await asyncio.gather(*(_payload(queue, head) for head in heads))
-        if sum(len(payload or b"") for payload in payloads) < SMALL:
-            return _decode(heads, payloads)
-        return await asyncio.to_thread(_decode, heads, payloads)
+        large = sum(len(payload or b"") for payload in payloads) >= SMALL
+        inflated = await asyncio.to_thread(_inflate, payloads) if large else _inflate(payloads)
+        inflated.reverse()
+        return [_record(head, *inflated.pop()) for head in heads]  # each one's bytes are free once it is read
 
 
 async def _payload(queue: Queue, head: Head) -> bytes | None:
@@ -57,7 +60,18 @@ async def _payload(queue: Queue, head: Head) -> bytes | None:
     return await queue.read_payload(head.lease.id, token) if token else None
 
 
-def _decode(heads: Sequence[Head], payloads: list[bytes | None]) -> list[Rollout]:
-    """Empties `payloads` on the way: each one's bytes are free as soon as it is decoded."""
+def _inflate(payloads: list[bytes | None]) -> list[tuple[bytes | None, bool]]:
+    """Each one's plain bytes, out of `payloads`; what does not decompress stays as it is: `results.read` says why."""
     payloads.reverse()
-    return [read(head.lease, head.fields, head.attempts, payloads.pop()) for head in heads]
+    return [_inflated(payloads.pop()) for _ in range(len(payloads))]
+
+
+def _inflated(payload: bytes | None) -> tuple[bytes | None, bool]:
+    try:
+        return (wire.inflate(payload), True) if payload else (payload, False)
+    except EnvelopeError:
+        return payload, False
+
+
+def _record(head: Head, payload: bytes | None, inflated: bool) -> Rollout:
+    return read(head.lease, head.fields, head.attempts, payload, inflated=inflated)

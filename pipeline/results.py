@@ -135,8 +135,18 @@ class Group:
         return sum(rewards) / len(rewards) if rewards else None
 
 
-def read(popped: Popped, fields: dict[str, bytes], attempts: list[dict[str, Any]], payload: bytes | None) -> Rollout:
-    """A rollout's record from its hash and payload. Bytes that do not decode make it `failed`, kind `envelope`."""
+def read(
+    popped: Popped,
+    fields: dict[str, bytes],
+    attempts: list[dict[str, Any]],
+    payload: bytes | None,
+    *,
+    inflated: bool = False,
+) -> Rollout:
+    """A rollout's record from its hash and payload. Bytes that do not decode make it `failed`, kind `envelope`.
+
+    `inflated`: the payload's bytes are decompressed already (`wire.inflate`).
+    """
 
     def text(name: str) -> str:
         return fields.get(name, b"").decode("utf-8", "replace")
@@ -161,7 +171,7 @@ def read(popped: Popped, fields: dict[str, bytes], attempts: list[dict[str, Any]
         envelope = decode(Envelope, fields.get("env", b""))
         if payload is None and fields.get("payload"):
             raise EnvelopeError(f"the payload that {text('payload')} committed is not there")
-        content = decode_compressed(Payload, payload) if payload else Payload()
+        content = (decode if inflated else decode_compressed)(Payload, payload) if payload else Payload()
         result = wire.unpack(fields["result"]) if outcome == "scored" else {}
         if not isinstance(result, dict):
             raise EnvelopeError(f"its result is a {type(result).__name__}, no map")

@@ -13,13 +13,67 @@ from pipeline.backends import Backend, View
 from pipeline.client import RolloutClient
 from pipeline.config import Config
 from pipeline.envelope import Task
+from pipeline.feed import Tasks
 from pipeline.groups import GroupPolicy
+from pipeline.refusals import StreamStats
+from pipeline.report import Report
 from pipeline.results import Batch, Group, Rollout
+from pipeline.stream import Stream
 from pipeline.weights import Mode, Move, Update
 
 T = TypeVar("T")
 PlainMove = Callable[[tuple[Backend, ...]], object]
 """Moves the weights to these servers, which are paused. It is called on the caller's own thread."""
+
+
+Run = Callable[[Coroutine[Any, Any, Any]], Any]
+
+
+class SyncStream:
+    """`Stream` for plain code: an iterator over lists of groups, with the same methods, blocking."""
+
+    def __init__(self, stream: Stream, run: Run) -> None:
+        self._stream, self._run = stream, run
+
+    @property
+    def name(self) -> str:
+        return self._stream.name
+
+    @property
+    def in_flight(self) -> int:
+        return self._stream.in_flight
+
+    @property
+    def stats(self) -> StreamStats:
+        return self._stream.stats
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> list[Group]:
+        batch: list[Group] | None = self._run(self._next())
+        if batch is None:
+            raise StopIteration
+        return batch
+
+    async def _next(self) -> list[Group] | None:
+        return await anext(self._stream, None)
+
+    def close(self) -> None:
+        """What `Stream.aclose` does."""
+        self._run(self._stream.aclose())
+
+    def pause(self, why: str = "") -> None:
+        self._run(self._stream.pause(why))
+
+    def resume(self) -> None:
+        self._run(self._stream.resume())
+
+    def state_dict(self, untrained: Iterable[Group] = ()) -> dict[str, Any]:
+        return self._stream.state_dict(untrained)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._stream.load_state_dict(state)
 
 
 class SyncRolloutClient:
@@ -86,6 +140,15 @@ class SyncRolloutClient:
 
     def ack(self, popped: Batch | Group | Iterable[Group | Rollout] | Rollout, *, drop: bool = False) -> None:
         self._run(self._client.ack(popped, drop=drop))
+
+    def stream(self, tasks: Tasks, **about: Any) -> SyncStream:
+        """`RolloutClient.stream`, with the same arguments: a plain iterator that blocks for each batch."""
+        return SyncStream(self._client.stream(tasks, **about), self._run)
+
+    def evaluate(
+        self, tasks: Iterable[Task], *, samples: int = 1, timeout: float | None = None, lane: str = "eval"
+    ) -> Report:
+        return self._run(self._client.evaluate(tasks, samples=samples, timeout=timeout, lane=lane))
 
     def cancel(self, ids: Iterable[str], why: str = "cancelled by the trainer") -> dict[str, str]:
         return self._run(self._client.cancel(ids, why))

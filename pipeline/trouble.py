@@ -111,7 +111,7 @@ def _of_policy(scene: Scene, late: float) -> dict[str, str]:
     why = next((p["why"] for p in told if p.get("why")), "none is registered")
     return {
         "servers": f"rollouts in run wait for the policy, and no server of it is usable: {why} "
-        "(`rollout policy ls` shows them, `rollout serve` starts one)"
+        "(`rollout policy ls` shows them)"
     }
 
 

@@ -95,17 +95,25 @@ def compress(value: Any, level: int = 1) -> bytes:
     return zstandard.ZstdCompressor(level=level, write_checksum=True).compress(pack(value))
 
 
-def expand(data: bytes) -> Any:
-    """The value of `compress`'s bytes. Raises EnvelopeError, also when the frame claims more than MAX_BYTES."""
+def inflate(data: bytes) -> bytes:
+    """`pack`'s bytes out of `compress`'s, without the interpreter's lock: work for a thread beside the event loop.
+
+    Raises EnvelopeError, also when the frame claims more than MAX_BYTES.
+    """
     if data[:4] != _ZSTD_MAGIC:
         raise EnvelopeError(f"{len(data)} bytes are no payload of ours: they do not begin with a zstd frame", raw=data)
     try:
         size = zstandard.frame_content_size(data)
         if not 0 <= size <= MAX_BYTES:
             raise EnvelopeError(f"a payload that claims {size} bytes is refused (at most {MAX_BYTES})", raw=data)
-        plain = zstandard.ZstdDecompressor().decompress(data)
+        return zstandard.ZstdDecompressor().decompress(data)
     except zstandard.ZstdError as error:
         raise EnvelopeError(f"a payload of {len(data)} bytes does not decompress: {error}", raw=data) from error
+
+
+def expand(data: bytes) -> Any:
+    """The value of `compress`'s bytes. Raises EnvelopeError as `inflate` and `unpack` do."""
+    plain = inflate(data)
     try:
         return unpack(plain)
     except EnvelopeError as error:

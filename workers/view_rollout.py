@@ -11,6 +11,7 @@ from rich.text import Text
 
 from pipeline.backends import Backends
 from pipeline.queue import Queue
+from pipeline.trajectory import Trajectory
 from workers import view, view_reward
 from workers.dossier import Dossier
 from workers.evidence import clean, scalar
@@ -61,12 +62,23 @@ def show(found: Dossier, decode: view.Decode | None) -> None:
         console.print(f"\ntrajectory: {view.size_said(found.trajectory)}. {view.LEGEND}", style="bold", markup=False)
         if by := view.weights_said(found.trajectory):
             console.print(f"weights: {by}", markup=False)
+        if chats := chats_said(found.trajectory):
+            console.print(chats, markup=False)
         console.print(view.coloured(found.trajectory, decode), soft_wrap=True)
         if decode is None:
             console.print(
                 "(ids, not text: no server names a tokenizer on this disk; set policy.tokenizer to see the words)",
                 markup=False,
             )
+
+
+def chats_said(trajectory: Trajectory) -> str:
+    """Which turns came from a server that takes messages and not ids; "" where none did."""
+    actions = [turn for sequence in trajectory.sequences for turn in sequence.turns if turn.kind == "action"]
+    count = sum(turn.extra.get("endpoint") == "chat" for turn in actions)
+    if not count:
+        return ""
+    return f"endpoint: chat in {count} of {len(actions)} turns (it rendered the messages; its prefix was checked)"
 
 
 def _said(name: str, value: Any) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from pipeline.adapters.rows import AdapterError
+from pipeline.adapters.rows import AdapterError, members
 from pipeline.results import Group, Rollout
 from pipeline.trajectory import Sequence
 
@@ -39,7 +39,7 @@ def records(groups: Iterable[Group]) -> Iterator[dict[str, Any]]:
     int32.
     """
     for group in groups:
-        for rollout in sorted(group.rollouts, key=lambda item: item.sample):
+        for rollout in members(group):
             about = _about(rollout)
             sequences = rollout.trajectory.sequences if rollout.trajectory else ()
             for at, sequence in enumerate(sequences):
@@ -72,8 +72,8 @@ def read_jsonl(file: str | Path) -> Iterator[dict[str, Any]]:
 def write_parquet(groups: Iterable[Group], file: str | Path) -> int:
     """Write the records of `groups`; gives their number. The file appears once it is whole.
 
-    Token columns are list<int32>, list<int8> and list<float>; `versions` is a list of lists, `turns` of structs, `parts`
-    a map. Raises AdapterError where pyarrow is missing.
+    Token columns are list<int32>, list<int8> and list<float>; `versions` is a list of lists, `turns` of structs,
+    `parts` a map. Raises AdapterError where pyarrow is missing.
     """
     arrow, parquet = _arrow(file)
     schema = _schema(arrow)
@@ -164,7 +164,8 @@ def _schema(arrow: Any) -> Any:
         ("failure_kind", text), ("failure_stage", text), ("failure_why", text), ("seconds", real), ("worked", real),
         ("staleness", arrow.int64()), ("stale", yes), ("late", yes), ("sequence", whole), ("sequences", whole),
         ("token_ids", arrow.list_(whole)), ("loss_mask", arrow.list_(arrow.int8())),
-        ("logprobs", arrow.list_(arrow.float32())), ("versions", arrow.list_(arrow.list_(arrow.int64()))), ("turns", arrow.list_(turn)),
+        ("logprobs", arrow.list_(arrow.float32())), ("versions", arrow.list_(arrow.list_(arrow.int64()))),
+        ("turns", arrow.list_(turn)),
     ])  # fmt: skip
 
 

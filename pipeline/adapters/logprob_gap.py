@@ -1,4 +1,4 @@
-"""How far the trainer's logprobs lie from those with which the tokens were sampled. Imported by a trainer's process alone.
+"""How far the trainer's logprobs lie from those with which the tokens were sampled: for a trainer's process alone.
 
 Where trainer and policy server hold the same weights, both should give a token the same probability. A gap that grows
 means that they do not: a weight that was not loaded, another temperature, another chat format, a kernel that differs.
@@ -19,7 +19,7 @@ from pipeline.trajectory import Sequence
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gap:
-    """Absolute differences of logprobs (nats) over `tokens` tokens; `mean` and `largest` are None where there are none."""
+    """Absolute differences of logprobs (nats) over `tokens` tokens; mean and largest are None where there are none."""
 
     tokens: int = 0
     mean: float | None = None
@@ -30,21 +30,19 @@ def logprob_gap(model: Any, rollouts: Iterable[Rollout], version: int, *, temper
     """Recompute, in float32, the logprobs of all tokens that weights `version` sampled, and compare.
 
     `model`: a causal language model of transformers that holds these weights. `temperature`: of the sampling; its other
-    settings must leave the distribution as it is (top_p 1, top_k off). One forward pass for each sequence; the logits
-    of one sequence's sampled tokens are in memory at once. The model's training mode is put back afterwards.
+    settings must leave the distribution as it is (top_p 1, top_k off). One forward pass for each sequence, whose logits
+    [T, V] are in memory at once. The model's training mode is put back afterwards.
     """
+    sequences = [item for rollout in rollouts if rollout.trajectory for item in rollout.trajectory.sequences]
+    chosen = [(sequence, sampled) for sequence in sequences if len(sampled := sampled_by(sequence, version))]
+    if not chosen:
+        return Gap()
     training = model.training
     model.eval()
     try:
-        found = [
-            _differences(model, sequence, sampled, temperature)
-            for rollout in rollouts
-            for sequence in (rollout.trajectory.sequences if rollout.trajectory else ())
-            if len(sampled := sampled_by(sequence, version))
-        ]
+        return summed_up([_differences(model, sequence, sampled, temperature) for sequence, sampled in chosen])
     finally:
         model.train(training)
-    return summed_up(found)
 
 
 def sampled_by(sequence: Sequence, version: int) -> npt.NDArray[np.int64]:
@@ -54,9 +52,7 @@ def sampled_by(sequence: Sequence, version: int) -> npt.NDArray[np.int64]:
 
 
 def summed_up(differences: Many[npt.NDArray[np.float32]]) -> Gap:
-    """One Gap of the absolute differences of several sequences."""
-    if not differences:
-        return Gap()
+    """One Gap of the absolute differences (float32) of one sequence or more."""
     flat = np.concatenate(differences)
     return Gap(tokens=len(flat), mean=float(flat.mean(dtype=np.float64)), largest=float(flat.max()))
 

@@ -22,9 +22,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from pipeline.adapters.distributed import on_rank_zero
 from pipeline.adapters.logprob_gap import Gap, logprob_gap
 from pipeline.adapters.rows import AdapterError
 from pipeline.adapters.trl import rollout_rows
+from pipeline.adapters.trl_trainer import distinct, gathered, model_of, sampling
 from pipeline.config import Config
 from pipeline.envelope import Task
 from pipeline.errors import Incomplete, PolicyError
@@ -38,17 +40,16 @@ TaskOf = Callable[[Any], Task]
 """The task of a prompt, as it stands in the trainer's dataset (text, or messages)."""
 
 LOOK_SECONDS = 0.5
-SAID_SECONDS = 30.0
-NEUTRAL = {"top_k": 0, "min_p": None, "repetition_penalty": 1.0}
-"""Values of the trainer's settings that leave the distribution as it is; others are passed on."""
+FIRST_WORD, AGAIN = 8.0, 60.0
+"""Seconds without a policy server after which that is said, and between two words of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Played:
     """One call: the rollouts of one optimiser step, or of a part of an evaluation.
 
-    `version`: the weights that were pushed, the trainer's step. `reward`: mean over the scored rollouts. `staleness`:
-    the largest, in updates. `gap`: trainer's against rollouts' logprobs, over the tokens that `version` sampled.
+    `version`: the weights that were pushed, the trainer's step. `reward`: mean over the scored rollouts. `tokens`:
+    how many were sampled. `staleness`: the largest, in updates. `gap`: trainer's against rollouts' logprobs, over the tokens that `version` sampled.
     `push_seconds`: saving and loading the weights; `seconds`: from the prompts to the rows, without that.
     """
 
@@ -65,7 +66,7 @@ class Played:
 
 
 class LineRollouts:
-    """`rollout_func` for a GRPOTrainer of one process. Use it as a context manager around `trainer.train()`.
+    """`rollout_func` for a GRPOTrainer. Use it as a context manager around `trainer.train()`.
 
     `task_of`: the task of a prompt; its id is given here. `weights`: a folder of this run's own that every policy
     server can read; the weights of a step lie there until the next step's are in force. `timeout`: seconds for the
@@ -76,6 +77,9 @@ class LineRollouts:
     The rollouts of a step are acked when the next step asks for its own, or when the block ends without an error: the
     optimiser has used them by then. A trainer that dies has them given back; they are thrown away when it starts anew,
     because TRL plays the step's prompts again.
+
+    Of several processes (torchrun, accelerate launch: data parallel, each with the whole model) rank 0 speaks with the
+    line for all, and calls `told`; a group may be spread over processes.
     """
 
     def __init__(
@@ -100,7 +104,7 @@ class LineRollouts:
         self._calls = 0
         self._version: int | None = None
         self._held: list[Group] = []
-        self._client = SyncRolloutClient(url, config=config)
+        self._client = SyncRolloutClient(url, config=config) if os.environ.get("RANK", "0") == "0" else None
 
     def __enter__(self) -> Self:
         return self
@@ -116,23 +120,35 @@ class LineRollouts:
 
     def close(self) -> None:
         """Give back what the optimiser has not used, and disconnect. Safe twice."""
-        self._client.close()
+        if self._client is not None:
+            self._client.close()
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
         """The rows of these prompts, in their order.
 
         Raises AdapterError (what this trainer needs is not here, or not one rollout was scored), Incomplete after
-        `timeout` (each missing rollout with the reason), PolicyError when no server took the weights.
+        `timeout` (each missing rollout with the reason), PolicyError when no server took the weights. Of several
+        processes each raises what rank 0 met.
         """
-        model = _model(trainer)
+        model = model_of(trainer)
+        if trainer.accelerator.num_processes == 1:
+            return self._rows(prompts, trainer, model)
+        rank = trainer.accelerator.process_index
+        everyone = gathered(prompts)
+        rows = on_rank_zero(lambda: self._rows(everyone, trainer, model))
+        own = slice(rank * len(prompts), (rank + 1) * len(prompts))
+        return {name: values[own] for name, values in rows.items()}
+
+    def _rows(self, prompts: list[Any], trainer: Any, model: Any) -> dict[str, list[Any]]:
+        """The rows of all processes' prompts."""
         training = bool(trainer.model.training)
         samples = trainer.num_generations if training else trainer.num_generations_eval
-        distinct = _distinct(prompts, samples)
+        questions = distinct(prompts, samples)
         self._ack()
         began = time.monotonic()
         self._push(model, int(trainer.state.global_step))
         pushed = time.monotonic()
-        groups = self._play(distinct, samples, self._lane if training else EVAL_LANE, _sampling(trainer.args))
+        groups = self._play(questions, samples, self._lane if training else EVAL_LANE, sampling(trainer.args))
         rows = rollout_rows(groups, filler=trainer.processing_class.pad_token_id, samples=samples)
         self._held = groups
         if not training:
@@ -145,7 +161,14 @@ class LineRollouts:
     def _ack(self) -> None:
         """The optimiser has used what was handed out last."""
         held, self._held = self._held, []
-        self._client.ack(held)
+        if held:
+            self._line.ack(held)
+
+    @property
+    def _line(self) -> SyncRolloutClient:
+        if self._client is None:
+            raise RuntimeError("rank 0 alone speaks with the line")
+        return self._client
 
     # -- weights -----------------------------------------------------------------------------------------------------
 
@@ -157,9 +180,9 @@ class LineRollouts:
             self._await_server()
         folder = self._save(model, version)
         if self._version is None:
-            update = self._client.start_run(version, path=folder, max_staleness=0, lane=self._lane)
+            update = self._line.start_run(version, path=folder, max_staleness=0, lane=self._lane)
         else:
-            update = self._client.update_weights(version, path=folder)
+            update = self._line.update_weights(version, path=folder)
         self._version = version
         for id, why in update.ejected.items():
             log.warning("policy server %s did not take the weights of step %d: %s", id, version, why)
@@ -169,17 +192,18 @@ class LineRollouts:
 
     def _await_server(self) -> None:
         """The line may come up after the trainer. Raises PolicyError when no server has registered in time."""
-        began = said = time.monotonic()
-        while not self._client.policy().backends:
+        began = time.monotonic()
+        due = began + FIRST_WORD
+        while not self._line.policy().backends:
             now = time.monotonic()
             if self._timeout is not None and now - began > self._timeout:
                 raise PolicyError(
                     f"no policy server has registered within {self._timeout:g} s: start one with `rollout serve`, or "
                     "say where one is with `rollout policy add URL`"
                 )
-            if now - said > SAID_SECONDS:
-                said = now
-                log.warning("no policy server has registered yet, for %.0f s", now - began)
+            if now > due:
+                due = now + AGAIN
+                log.warning("the trainer waits for a policy server: none has registered for %.0f s", now - began)
             time.sleep(LOOK_SECONDS)
 
     def _save(self, model: Any, version: int) -> Path:
@@ -193,16 +217,14 @@ class LineRollouts:
 
     # -- rollouts ----------------------------------------------------------------------------------------------------
 
-    def _play(self, prompts: Sequence[Any], samples: int, lane: str, sampling: dict[str, Any]) -> list[Group]:
-        """A whole group for each prompt, in their order."""
+    def _play(self, prompts: Sequence[Any], samples: int, lane: str, usual: dict[str, Any]) -> list[Group]:
+        """A whole group for each prompt, in their order. `usual`: sampling, where the task says nothing else."""
         self._calls += 1
         tasks = []
         for at, prompt in enumerate(prompts):
             task = self._task_of(prompt)
-            tasks.append(
-                replace(task, id=f"trl-{self._name}-{self._calls}-{at}", sampling={**sampling, **task.sampling})
-            )
-        self._client.enqueue(tasks, samples=samples, lane=lane, wait=self._timeout or 0.0)
+            tasks.append(replace(task, id=f"trl-{self._name}-{self._calls}-{at}", sampling={**usual, **task.sampling}))
+        self._line.enqueue(tasks, samples=samples, lane=lane, wait=self._timeout or 0.0)
         wanted = [str(task.id) for task in tasks]
         found = self._pop(wanted, lane)
         groups = [found[id] for id in wanted]
@@ -216,7 +238,7 @@ class LineRollouts:
         while missing := [id for id in wanted if id not in found]:
             left = None if until is None else max(0.0, until - time.monotonic())
             try:
-                popped = self._client.pop_groups(len(missing), timeout=left, lane=lane)
+                popped = self._line.pop_groups(len(missing), timeout=left, lane=lane)
             except Incomplete as error:
                 error.add_note(f"{len(missing)} of this step's {len(wanted)} groups are not there; what came goes back")
                 raise
@@ -225,7 +247,7 @@ class LineRollouts:
             if strange:
                 names = ", ".join(group.id for group in strange[:3])
                 log.warning("%d groups that this run did not ask for are thrown away: %s", len(strange), names)
-                self._client.ack(strange, drop=True)
+                self._line.ack(strange, drop=True)
         return found
 
     def _played(
@@ -243,40 +265,6 @@ class LineRollouts:
             ),
             push_seconds=push_seconds, seconds=seconds,
         )  # fmt: skip
-
-
-def _model(trainer: Any) -> Any:
-    """The trainer's bare model. Raises AdapterError for what can't be played for, or not be pushed."""
-    processes = trainer.accelerator.num_processes
-    if processes > 1:
-        raise AdapterError(
-            f"the trainer has {processes} processes, and LineRollouts plays for one: each would push its own weights "
-            "under the same version. Train on one process, or pop in rank 0 and hand on (docs/trainers.md)"
-        )
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    if hasattr(model, "peft_config"):
-        raise AdapterError(
-            "the trainer's model has a PEFT adapter: the policy servers load whole weights, and its folder would hold "
-            "the adapter alone. Train the whole model"
-        )
-    return model
-
-
-def _distinct(prompts: Sequence[Any], samples: int) -> list[Any]:
-    """One of each `samples` equal prompts that follow on one another. Raises AdapterError where they do not."""
-    distinct = list(prompts[::samples])
-    if len(prompts) % samples or any(prompt != distinct[at // samples] for at, prompt in enumerate(prompts)):
-        raise AdapterError(
-            f"TRL gave {len(prompts)} prompts that are not {samples} equal ones at a time (num_generations): this "
-            "version of TRL orders them in another way than 1.16.0"
-        )
-    return distinct
-
-
-def _sampling(args: Any) -> dict[str, Any]:
-    """What the trainer says about sampling: its loss divides by this temperature, so the rollouts must have it."""
-    cut = {name: getattr(args, name) for name, neutral in NEUTRAL.items() if getattr(args, name) != neutral}
-    return {"temperature": args.temperature, "top_p": args.top_p, **cut}
 
 
 def _refuse_none_scored(groups: Sequence[Group]) -> None:

@@ -41,9 +41,11 @@ def agent_loop_output(
 
 
 def _why(rollout: Rollout) -> str:
-    if rollout.failure is not None:
-        return f"it {rollout.outcome} in {rollout.failure.stage}, {rollout.failure.kind}: {rollout.failure.why}"
-    return "the policy sampled nothing" if rollout.outcome == "scored" else f"it was {rollout.outcome}"
+    if rollout.outcome == "scored":
+        return "the policy sampled nothing"
+    ended = "it failed" if rollout.outcome == "failed" else "it was cancelled"
+    failure = rollout.failure
+    return f"{ended} in {failure.stage}, {failure.kind}: {failure.why}" if failure else ended
 
 
 def _fields(row: Row, prompt_length: int | None, response_length: int | None, parts: SequenceOf[str]) -> dict[str, Any]:

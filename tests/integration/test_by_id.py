@@ -71,6 +71,28 @@ async def test_a_wait_that_is_over_says_why_and_leaves_nothing(config: Config) -
         await until(lambda: line_is_empty(client))
 
 
+async def test_a_dead_line_ends_the_wait_with_a_sentence(config: Config) -> None:
+    """No worker at INIT: every caller is told, long before its own time is over."""
+    async with RolloutClient(config=config) as client, Waiter(client, "asked", dead_after=0.5) as waiter:
+        waits = [waiter.play(echo(), timeout=300) for _ in range(3)]
+        for error in await asyncio.wait_for(asyncio.gather(*waits, return_exceptions=True), 15):
+            assert isinstance(error, Incomplete)
+            assert "no live worker serves it (start one: rollout work init)" in str(error)
+        await until(lambda: line_is_empty(client))
+
+
+async def test_closing_ends_the_waits_and_leaves_no_record(config: Config) -> None:
+    async with RolloutClient(config=config) as client, serving(config):
+        waiter = Waiter(client, "asked")
+        waits = [asyncio.create_task(waiter.play(echo(sleep=60.0))) for _ in range(3)]
+        await until(lambda: line_runs(client))
+        await waiter.close()
+        for error in await asyncio.gather(*waits, return_exceptions=True):
+            assert isinstance(error, ServiceError)
+        assert await line_is_empty(client)
+        assert await line.leftovers(client.queue) == []
+
+
 async def test_a_caller_that_leaves_cancels_its_rollout(config: Config) -> None:
     async with RolloutClient(config=config) as client, serving(config), Waiter(client, "asked") as waiter:
         asking = asyncio.create_task(waiter.play(echo(sleep=60.0)))
@@ -95,18 +117,14 @@ async def test_an_id_that_nobody_enqueued_is_said_and_so_is_a_second_caller(conf
             await first
 
 
-async def test_what_a_caller_did_not_take_is_there_for_the_next(config: Config) -> None:
-    """Cancelled between the end and the hand-over: the rollout is not lost."""
+async def test_what_was_not_acked_is_there_for_the_next(config: Config) -> None:
     async with RolloutClient(config=config) as client, serving(config):
         async with Waiter(client, "asked") as waiter:
             (id,) = await client.enqueue([echo("kept")], lane="asked")
-            (other,) = await client.enqueue([echo("other")], lane="asked")
-            rollout = await waiter.rollout(id, timeout=20)
-            await client.ack(rollout)
-            await waiter.rollout(other, timeout=20)  # leased here, not acked
+            await waiter.rollout(id, timeout=20)  # leased here, not acked
         await client.close()
         async with RolloutClient(config=config) as again, Waiter(again, "asked") as next_one:
-            assert (await next_one.rollout(other, timeout=20)).state["answer"] == "other"
+            assert (await next_one.rollout(id, timeout=20)).state["answer"] == "kept"
 
 
 async def line_is_empty(client: RolloutClient) -> bool:

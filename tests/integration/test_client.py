@@ -354,3 +354,27 @@ async def test_what_this_client_holds_is_not_called_missing(config: Config) -> N
             await client.pop(1, timeout=0.1)
         assert caught.value.missing == {}
         await client.ack(held)
+
+
+async def test_a_pop_that_is_cancelled_while_it_reads_gives_its_leases_back(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once, not when the leases run out: another trainer must not wait a minute for them."""
+    reads = asyncio.Event()
+
+    async def slow(*_: object) -> None:
+        reads.set()
+        await asyncio.Event().wait()
+
+    async with RolloutClient(config=config) as client, RolloutClient(config=config) as other, serving(config):
+        await client.enqueue([echo(), echo()], samples=2)
+        with monkeypatch.context() as patched:
+            patched.setattr("pipeline.consumer.read_all", slow)
+            popping = asyncio.create_task(client.pop_groups(2, timeout=20))
+            await reads.wait()
+            popping.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await popping
+        groups = await other.pop_groups(2, timeout=20)
+        assert [len(group.scored) for group in groups] == [2, 2]
+        await other.ack(groups)

@@ -516,6 +516,15 @@ async def test_a_group_is_dropped_whole(trainer: RolloutClient) -> None:
     assert [name for name in await line.leftovers(trainer.queue) if name != "started:train"] == []
 
 
+@pytest.mark.parametrize("trainer", ["drop"], indirect=True)
+async def test_of_groups_that_are_popped_together_only_the_stale_one_is_dropped(trainer: RolloutClient) -> None:
+    for name, version in (("first", 2), ("mixed", 1), ("last", 2)):
+        await scored(trainer, name, (2,), (version,))
+    groups = await trainer.pop_groups(2, timeout=5)
+    assert [(group.id, len(group.scored)) for group in groups] == [("first", 2), ("last", 2)]
+    assert await line.count(trainer.queue, "dropped") == 2
+
+
 # -- with workers ----------------------------------------------------------------------------------------------------
 
 

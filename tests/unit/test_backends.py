@@ -92,7 +92,7 @@ async def test_notes(backends: Backends) -> None:
 async def test_a_wrong_url_or_kind_is_refused(backends: Backends, url: str) -> None:
     with pytest.raises(ConfigError, match="is no URL of a policy server"):
         await backends.add(replace(ONE, url=url))
-    with pytest.raises(ConfigError, match=r"kind 'sglang' .* \(known: vllm, openai\)"):
+    with pytest.raises(ConfigError, match=r"kind 'sglang' .* \(known: vllm, openai, nemo-rl\)"):
         await backends.add(replace(ONE, kind="sglang"))
 
 

@@ -36,6 +36,7 @@ class Counter:
         return Completion(
             ids=[7, 2**32 - 1, self.calls], logprobs=[-0.1, -1 / 3, -1e-30], versions=[(3, 0, 2), (4, 2, 3)],
             finish_reason="stop", sampling={"max_tokens": 5, "top_p": 0.9}, started=12.5, seconds=0.25,
+            prompt_ids=[5, 2**32 - 1], endpoint="chat",
         )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ import aiohttp
 import orjson
 import pytest
 
+from pipeline import chat
 from pipeline.engine import PROMPT as PROBE
 from tests.vllm.servers import MODEL, MODELS, WINDOW, Served
 from workers.policy import scripted
@@ -45,6 +46,11 @@ def complete(**about: Any) -> Asked:
     return Asked(COMPLETIONS, {**asked, "return_token_ids": True, "return_tokens_as_token_ids": True, **about})
 
 
+def chatted(**about: Any) -> Asked:
+    asked = chat.asked([{"role": "user", "content": "hi"}], (), (), {"max_tokens": 4, "temperature": 1.0, "top_p": 1.0})
+    return Asked(chat.PATH, {"model": MODEL, **asked, **about})
+
+
 REQUESTS: dict[str, Asked] = {
     "generate": generate(),
     "generate with a priority": Asked(GENERATE, {**generate().body, "priority": -3}),
@@ -62,6 +68,10 @@ REQUESTS: dict[str, Asked] = {
     "completions": complete(),
     "completions, more than the window": complete(prompt=[10] * (WINDOW + 10)),
     "completions, another model": complete(model="another"),
+    "chat": chatted(),
+    "chat, another model": chatted(model="another"),
+    "chat, more than the window": chatted(messages=[{"role": "user", "content": "ab " * 2 * WINDOW}]),
+    "chat, no messages": chatted(messages=[]),
     "models": Asked("/v1/models"),
     "health": Asked("/health"),
     "load": Asked("/load"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from workers.cli import begin, change, image, look, policy, pop, put, redis, run, sandbox, serve, task, work
+from workers.cli import begin, change, gym, image, look, policy, pop, put, redis, run, sandbox, serve, task, work
 from workers.cli.base import Group, setting_options
 
 ABOUT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
@@ -21,7 +21,7 @@ def rollout() -> None:
 
 for command in (
     begin.demo, begin.attempt, begin.init, begin.doctor,
-    work.work, redis.redis, policy.policy, serve.serve, image.image, sandbox.sandbox,
+    work.work, redis.redis, policy.policy, serve.serve, gym.gym, image.image, sandbox.sandbox,
     task.task, put.enqueue, pop.pop,
     look.watch, look.depth, look.ls, look.show, look.logs, look.workers, look.dead, look.audit,
     change.cancel, change.requeue, run.run,

@@ -41,7 +41,8 @@ class Options:
     """How the server behaves. `tokenizer`: folder or loaded one. Latencies are in seconds, see Pace.
 
     `slots`: calls that run at once, 0 = all. `dev_mode`, `scale_out`: whether it has vLLM's control side and its token
-    path. `poison`: a question that kills the engine. `says`: what is said where no answer is known.
+    path. `only_chat`: it is an engine of NeMo RL: it has chat completions that take a prefix of ids, and nothing else.
+    `poison`: a question that kills the engine. `says`: what is said where no answer is known.
     """
 
     tokenizer: str | Tokenizer
@@ -58,6 +59,7 @@ class Options:
     drift: float = 0.2
     dev_mode: bool = True
     scale_out: bool = True
+    only_chat: bool = False
     poison: str = ""
     says: str = ""
 
@@ -93,7 +95,7 @@ async def start(
     engine = Engine(speech, pace, options.poison)
     face = Face(
         engine, model=options.model, window=options.max_model_len, faults=faults, dev_mode=options.dev_mode,
-        scale_out=options.scale_out, on_exit=on_exit,
+        scale_out=options.scale_out, only_chat=options.only_chat, on_exit=on_exit,
     )  # fmt: skip
     runner = web.AppRunner(face.app(), access_log=None, handler_cancellation=True, shutdown_timeout=0.5)
     await runner.setup()
@@ -178,6 +180,7 @@ def _until_stdin_closes(loop: asyncio.AbstractEventLoop, over: asyncio.Event) ->
 @click.option("--slots", default=0, show_default=True, help="Calls that run at once; the others wait. 0 = all run.")
 @click.option("--dev-mode/--no-dev-mode", default=True, show_default=True, help="Whether it has a control side.")
 @click.option("--scale-out/--no-scale-out", default=True, show_default=True, help="Whether it has the token path.")
+@click.option("--only-chat", is_flag=True, help="Be an engine of NeMo RL: chat completions that take a prefix.")
 @click.option("--poison", default="", help="For tests: a question that kills the engine.")
 @click.option("--seed", default=0, show_default=True)
 @click.option("--faults", default="", help="For tests, e.g. 500:0.1,drop*2.")

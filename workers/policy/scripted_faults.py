@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 
 FAULTS = ("500", "503", "429", "hang", "drop", "refuse", "short_logprobs", "short_ids", "no_logprobs", "no_versions",
-          "nan_logprob", "not_json")  # fmt: skip
+          "nan_logprob", "not_json", "retokenise", "no_prefix", "no_prompt_ids")  # fmt: skip
 STATES = ("hang", "dead")
 """hang: `/health` says 200 and everything else hangs, calls in flight too. dead: the engine is gone, calls get 500 and
 `/health` says 503."""

@@ -14,7 +14,8 @@ from typing import Any
 import orjson
 from aiohttp import web
 
-from workers.policy import scripted_shapes as shapes
+from pipeline import chat
+from workers.policy import scripted_chat, scripted_shapes as shapes
 from workers.policy.scripted_engine import MODES, Engine, EngineDead, Outcome
 from workers.policy.scripted_faults import STATES, Faults
 from workers.policy.scripted_shapes import Refused, as_json, error
@@ -25,7 +26,8 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 class Face:
     """Routes over one engine. `window`: most tokens of prompt and completion. `dev_mode`: it has a control side;
-    `scale_out`: it has the token path. `on_exit` ends the process, where it is one of its own."""
+    `scale_out`: it has the token path; `only_chat`: it has chat completions alone. `on_exit` ends the process, where it
+    is one of its own."""
 
     def __init__(
         self,
@@ -36,10 +38,11 @@ class Face:
         faults: Faults,
         dev_mode: bool = True,
         scale_out: bool = True,
+        only_chat: bool = False,
         on_exit: Callable[[], None] = lambda: None,
     ) -> None:
         self.engine, self.model, self.window, self.faults = engine, model, window, faults
-        self.dev_mode, self.scale_out = dev_mode, scale_out
+        self.dev_mode, self.scale_out, self.only_chat = dev_mode, scale_out, only_chat
         self.size = engine.speech.rendering.tokenizer.size
         self._on_exit = on_exit
         self._thawed = asyncio.Event()
@@ -54,6 +57,7 @@ class Face:
             web.post("/inference/v1/generate", scaled(self.generate)),
             web.post("/inference/v1/abort_requests", scaled(self.abort_scaled_out)),
             web.post("/v1/completions", self.completions),
+            web.post(chat.PATH, self.chat),
             web.post("/abort_requests", dev(self.abort)),
             web.post("/pause", dev(self.pause)),
             web.post("/resume", dev(self.resume)),
@@ -76,6 +80,8 @@ class Face:
     async def _whole(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """What the server as a whole does: it hangs, all but its health; refusals become vLLM's errors."""
         free = request.path == "/health" or request.path.startswith("/scripted/")
+        if self.only_chat and request.path != chat.PATH and not request.path.startswith("/scripted/"):
+            return web.Response(status=404, body=b'{"detail":"Not Found"}', content_type="application/json")
         if not free:
             await self._thawed.wait()
         try:
@@ -133,6 +139,20 @@ class Face:
         outcome = await self._run(f"cmpl-{call_id}-0", call_id, ids, params, _priority(asked))
         text = self.engine.speech.rendering.text(outcome.ids)
         return as_json(shapes.completion_answer(f"cmpl-{call_id}", self.model, ids, outcome, text, asked))
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        asked = await _body(request)
+        call_id = self._call_id(request, asked)
+        fault, broken = await self._fault(request, call_id)
+        if broken is not None:
+            return broken
+        asked["prompt"] = scripted_chat.prompt(self.engine.speech.rendering, asked, fault)
+        ids, params = shapes.checked(
+            asked, "prompt", shapes.completion_params(asked), self.model, self.size, self.window
+        )
+        outcome = await self._run(f"chatcmpl-{call_id}", call_id, ids, params, _priority(asked))
+        text = self.engine.speech.rendering.text(outcome.ids)
+        return as_json(scripted_chat.answer(f"chatcmpl-{call_id}", self.model, ids, outcome, text, asked, fault))
 
     async def _run(self, full: str, call_id: str, ids: Any, params: dict[str, Any], priority: int) -> Outcome:
         if full in self.engine.calls:

@@ -75,7 +75,7 @@ def completion_params(asked: Mapping[str, Any]) -> dict[str, Any]:
     return {"max_tokens": COMPLETION_TOKENS, **{key: asked[key] for key in asked.keys() & KNOWN}}
 
 
-def _usage(prompt_size: int, outcome: Outcome) -> dict[str, Any]:
+def usage(prompt_size: int, outcome: Outcome) -> dict[str, Any]:
     count = len(outcome.ids)
     return {
         "prompt_tokens": prompt_size, "total_tokens": prompt_size + count, "completion_tokens": count,
@@ -104,7 +104,7 @@ def generate_answer(call_id: str, model: str, prompt_size: int, outcome: Outcome
     if fault == "no_versions":
         versions = None
     return {
-        "request_id": call_id, "model": model, "created": int(time.time()), "usage": _usage(prompt_size, outcome),
+        "request_id": call_id, "model": model, "created": int(time.time()), "usage": usage(prompt_size, outcome),
         "prompt_logprobs": None, "prompt_token_id_logprobs": None, "prompt_token_ids": None, "mm_placeholders": None,
         "metrics": None, "kv_transfer_params": None, "ec_transfer_params": None, "output_mode": "tokens",
         "choices": [{"index": 0, "finish_reason": outcome.reason, "stop_reason": None,
@@ -131,7 +131,7 @@ def completion_answer(
     }  # fmt: skip
     return {
         "id": call_id, "object": "text_completion", "created": int(time.time()), "model": model, "choices": [choice],
-        "service_tier": None, "system_fingerprint": None, "usage": _usage(len(prompt), outcome),
+        "service_tier": None, "system_fingerprint": None, "usage": usage(len(prompt), outcome),
         "kv_transfer_params": None, "metrics": None,
     }  # fmt: skip
 
