@@ -48,6 +48,7 @@ bench: $(STAMP) ## figures of this machine, into benchmarks/results/ (keep the m
 	$(BIN)/python benchmarks/cancel.py --json benchmarks/results/cancel.json
 	$(BIN)/python benchmarks/policy.py --json benchmarks/results/policy.json
 	$(BIN)/python benchmarks/handlers.py --json benchmarks/results/handlers.json
+	$(BIN)/python benchmarks/trainer.py --json benchmarks/results/trainer.json
 
 soak: $(STAMP) ## the full sizes: the long tests, then the benchmarks
 	$(BIN)/pytest tests -m slow --timeout 3600 --ignore tests/vllm --ignore tests/trainers $(ARGS)

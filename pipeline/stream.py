@@ -141,7 +141,7 @@ class Stream:
         self._reasons.clear()
         self._forget_acked()
         await self._judge()
-        while len(self._ready) < shape.batch and (await self._feeding.fill() or self._more_comes()):
+        while len(self._ready) < shape.batch and (await self._feeding.fill() or await self._more_comes()):
             await self._pop(until)
             if self._reasons.total() >= MOST_REFUSED * shape.batch and len(self._ready) < shape.batch:
                 raise self._none_to_keep()
@@ -153,8 +153,15 @@ class Stream:
         self._stats.yielded += len(batch)
         return batch
 
-    def _more_comes(self) -> bool:
-        return bool(self._feeding.open.keys() - {group.id for group in self._ready})
+    async def _more_comes(self) -> bool:
+        """Whether anything is under way when all is fed. What a dead life had trained on and not acked comes when its
+        lease is over, and is waited for at the very end: nobody else would ack it."""
+        if self._feeding.open.keys() - {group.id for group in self._ready}:
+            return True
+        if self._ready:
+            return False
+        self._trained = {id for id in self._trained if await self._client.queue.has_group(id)}
+        return bool(self._trained)
 
     async def _pop(self, until: float | None) -> None:
         """Wait for at least one group, and judge what came. Raises Incomplete when the time is over."""

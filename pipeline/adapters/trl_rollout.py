@@ -49,8 +49,9 @@ class Played:
     """One call: the rollouts of one optimiser step, or of a part of an evaluation.
 
     `version`: the weights that were pushed, the trainer's step. `reward`: mean over the scored rollouts. `tokens`:
-    how many were sampled. `staleness`: the largest, in updates. `gap`: trainer's against rollouts' logprobs, over the tokens that `version` sampled.
-    `push_seconds`: saving and loading the weights; `seconds`: from the prompts to the rows, without that.
+    how many were sampled. `staleness`: the largest, in updates. `gap`: trainer's against rollouts' logprobs, over the
+    tokens that `version` sampled. `push_seconds`: saving and loading the weights; `seconds`: from then on to
+    the rows.
     """
 
     version: int

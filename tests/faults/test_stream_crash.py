@@ -58,7 +58,8 @@ async def check(config: Config, weights: list[str]) -> None:
 @pytest.mark.parametrize(
     ("point", "anew"),
     [
-        pytest.param("trained:3", 0, marks=pytest.mark.ci),  # after the checkpoint of step 2: what step 3 had is popped again
+        # after the checkpoint of step 2: what step 3 had is popped again
+        pytest.param("trained:3", 0, marks=pytest.mark.ci),
         ("acked:3", BATCH),  # the ack of step 3 is for weights that are lost
         pytest.param("saved:4", 0, marks=pytest.mark.ci),
         pytest.param("acked:1", BATCH, marks=pytest.mark.ci),  # there is no checkpoint: its name tells what it fed
@@ -80,7 +81,8 @@ async def test_acked_after_the_step(config: Config, tmp_path: Path, point: str, 
 @pytest.mark.parametrize(
     "point",
     [
-        pytest.param("trained:4", marks=pytest.mark.ci),  # two steps since the checkpoint: their groups are still leased
+        # two steps since the checkpoint: their groups are still leased
+        pytest.param("trained:4", marks=pytest.mark.ci),
         "saved:4",  # the checkpoint has them in its weights, and they come once more
         pytest.param("saved:2", marks=pytest.mark.ci),
         pytest.param("trained:3", marks=pytest.mark.ci),
