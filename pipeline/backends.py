@@ -69,6 +69,7 @@ class PolicyState:
     `target`: the version on its way. `batch`, `max_staleness`, `lane`: the bound on new rollouts (batch 0: none);
     `popped`: scored rollouts that were acked since the run started; `dropped`: those that were too stale. `pauses`: the
     number of the newest pause: each new one raises it. `pause_until`: end of the pause's lease (server ms), 0 without.
+    `run_owner`: the client that started the run; "" when it is over.
     """
 
     version: int | None = None
@@ -86,6 +87,7 @@ class PolicyState:
     dropped: int = 0
     pauses: int = 0
     pause_until: int = 0
+    run_owner: str = ""
 
     @property
     def bound(self) -> int | None:
@@ -262,15 +264,27 @@ class Backends:
         return bool(await self._queue.verb("policy_commit", owner, version, sendable(path)) == b"OK")
 
     async def start(
-        self, version: int, path: str, *, batch: int = 0, max_staleness: int = -1, lane: str = "", moves: bool = False
+        self,
+        version: int,
+        path: str,
+        *,
+        batch: int = 0,
+        max_staleness: int = -1,
+        lane: str = "",
+        moves: bool = False,
+        owner: str = "",
     ) -> None:
         """A run begins or goes on at these weights: they are in force, and what was counted starts at 0.
 
-        `moves`: no server has them yet, whatever it had.
+        `moves`: no server has them yet, whatever it had. `owner`: who starts it.
         """
         await self._queue.verb(
-            "policy_start", version, sendable(path), batch, max_staleness, lane, "1" if moves else ""
+            "policy_start", version, sendable(path), batch, max_staleness, lane, "1" if moves else "", owner
         )
+
+    async def end_run(self, owner: str = "") -> bool:
+        """The run that `owner` started (without one: any run) bounds nothing any more. False when there was none."""
+        return bool(await self._queue.verb("policy_end", owner))
 
 
 _WRITTEN = tuple(item.name for item in fields(Backend) if item.name not in ("id", "owner", "ends"))

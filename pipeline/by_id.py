@@ -31,6 +31,15 @@ REST_PER_ID = 20e-6
 LOOK_EVERY = 2.0
 """Seconds between two looks at whether the line can go on, where `dead_after` is given."""
 
+KNOWN_EVERY = 5.0
+"""Seconds between two looks at whether the line still knows what is waited for."""
+
+LOST_LOOKS = 3
+"""So often in a row a rollout is unknown before its wait ends: whoever enqueued it may do so again until then."""
+
+AGAIN_SECONDS = 1.0
+"""Between two tries to get rid of what was given up, while Redis is away."""
+
 LEAVE_SECONDS = 5.0
 """For rollouts that were given up to end, when the waiter closes."""
 
@@ -52,6 +61,8 @@ class Waiter:
         self._looking: asyncio.Task[None] | None = None
         self._closed = False
         self._looked, self._dead_since = 0.0, float("inf")
+        self._asked = 0.0
+        self._lost: dict[str, int] = {}
 
     async def __aenter__(self) -> Self:
         return self
@@ -87,7 +98,7 @@ class Waiter:
             return await self.rollout(id, timeout)
         except (ServiceError, asyncio.CancelledError) as error:
             if not self._closed:
-                with contextlib.suppress(LineError):  # Redis is away: the rollout goes on, for nobody
+                with contextlib.suppress(LineError):  # Redis is away: it is given up when that is back
                     await self.give_up(id, str(error)[:200] or "its caller has gone")
             raise
         finally:
@@ -97,8 +108,9 @@ class Waiter:
         """The rollout of this id once it has ended, whatever its outcome; it is leased: `client.ack` forgets it.
 
         Raises Incomplete after `timeout` seconds, and for a dead line: where it is and why it waits; TaskError where
-        the line has no such rollout (never enqueued, or acked), or it is waited for already; RedisUnavailable where
-        Redis stays away. However the wait ends, the rollout goes on: see `give_up`.
+        the line has no such rollout (never enqueued, or acked), or it is waited for already; ServiceError where it goes
+        from the line meanwhile (another consumer acked it, or the server lost it); RedisUnavailable where Redis stays
+        away. However the wait ends, the rollout goes on: see `give_up`.
         """
         self._check_open()
         if id in self._waiting:
@@ -114,6 +126,8 @@ class Waiter:
             raise _incomplete(id, f"rollout {id} did not end within {time.monotonic() - began:.0f} s: {why}", why)
         finally:
             del self._waiting[id]
+            if not came.cancel() and not came.cancelled():
+                came.exception()  # its caller left at the very moment at which it was told
 
     async def give_up(self, id: str, why: str) -> None:
         """Nobody wants this rollout any more: it is cancelled, and its record is acked when it comes."""
@@ -121,9 +135,11 @@ class Waiter:
             await self.client.ack(self._kept.pop(id))
             return
         self._given_up.add(id)
-        if (await self.client.cancel([id], why))[id] == "NONE":
-            self._given_up.discard(id)
-        self._look()
+        try:
+            if (await self.client.cancel([id], why))[id] == "NONE":
+                self._given_up.discard(id)
+        finally:  # Redis is away: it is cancelled when that is back
+            self._look()
 
     async def _until(self, id: str, came: asyncio.Future[None], timeout: float | None) -> None:
         """Return when it came or `timeout` is over. Raises what ended the looking."""
@@ -150,22 +166,30 @@ class Waiter:
     async def _watch(self) -> None:
         """Look until nobody waits any more."""
         try:
+            await self._cancel_given_up()
             async with contextlib.aclosing(self.client.named(self._wanted, self.lane)) as turns:
                 async for batch in turns:
                     for rollout in batch:
                         await self._arrived(rollout)
                     await self._check_alive()
+                    await self._check_known()
                     wanted = len(self._wanted())
                     if not wanted:
                         break
                     await asyncio.sleep(wanted * REST_PER_ID)
         except Exception as error:  # whatever it is, those that wait must hear of it
             log.warning("rollouts are no longer waited for: %s", error)
-            self._given_up.clear()
             self._fail(error if isinstance(error, LineError) else ServiceError(f"the wait broke: {error!r}"))
+            await asyncio.sleep(AGAIN_SECONDS if self._given_up and not self._closed else 0)
         finally:
             self._looking = None
-        self._look()  # somebody may have come while it was ending
+        if not self._closed:
+            self._look()  # somebody may have come while it was ending; what was given up is still to be acked
+
+    async def _cancel_given_up(self) -> None:
+        """Again, where the first time Redis was away."""
+        replies = await self.client.cancel(list(self._given_up), "nobody waits for it any more")
+        self._given_up.difference_update(id for id, reply in replies.items() if reply == "NONE")
 
     async def _arrived(self, rollout: Rollout) -> None:
         if rollout.id in self._given_up:
@@ -191,6 +215,33 @@ class Waiter:
             for id, came in self._waiting.items():
                 if not came.done():
                     came.set_exception(_incomplete(id, f"rollout {id} is not waited for any longer: {why}", why))
+
+    async def _check_known(self) -> None:
+        """End the waits for what the line knows no longer: it would never come."""
+        now, queue = time.monotonic(), self.client.queue
+        if now - self._asked < KNOWN_EVERY:
+            return
+        self._asked = now
+        ids = self._wanted()
+        there = await asyncio.gather(*(queue.execute("EXISTS", queue.key("r", id)) for id in ids))
+        unknown = [id for id, found in zip(ids, there, strict=True) if not found]
+        acked = set(await queue.acked(unknown))
+        self._lost = {id: self._lost.get(id, 0) + 1 for id in unknown}
+        for id, looks in self._lost.items():
+            if id in acked or looks >= LOST_LOOKS:
+                self._given_up.discard(id)
+                self._tell_lost(id, acked=id in acked)
+
+    def _tell_lost(self, id: str, *, acked: bool) -> None:
+        came = self._waiting.get(id)
+        if came is None or came.done():
+            return
+        why = (
+            f"another consumer of lane {self.lane!r} acked it: let these callers have a lane of their own (line.lanes)"
+            if acked
+            else "the server has no record of it (it came back without it), and nobody enqueued it again"
+        )
+        came.set_exception(ServiceError(f"rollout {id} can't come any more: {why}"))
 
     def _fail(self, error: LineError) -> None:
         for came in self._waiting.values():

@@ -27,7 +27,7 @@ from pipeline.config import Config, load
 from pipeline.connection import check, connect
 from pipeline.consumer import Consumer
 from pipeline.envelope import Task
-from pipeline.errors import ConfigError, RedisUnavailable, TaskError
+from pipeline.errors import RedisUnavailable, TaskError
 from pipeline.feed import Tasks
 from pipeline.groups import GroupPolicy, Keep
 from pipeline.inspect import counts, depth, workers
@@ -53,15 +53,10 @@ class RolloutClient:
     """
 
     def __init__(self, url: str | None = None, *, config: Config | None = None) -> None:
-        from pipeline.server import find
+        from pipeline.server import located
 
         config = config or load()
-        if url:
-            config = config.changed({"redis.url": url})
-        state = None if config.redis.url else find(config)
-        if state is not None:
-            config = config.changed({"redis.url": state.url, "redis.password_file": state.password_file})
-        self.config = config
+        self.config = config = located(config.changed({"redis.url": url}) if url else config)
         self.name = f"client-{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
         self._client = connect(config)
         self.queue = Queue(self._client, config, patience=config.limits.outage)
@@ -90,10 +85,12 @@ class RolloutClient:
         self._consumer.open()
 
     async def close(self) -> None:
-        """Give back what is popped and not acked, end a pause, strike off the servers registered here; disconnect."""
+        """Give back what is popped and not acked, end the pause and the run that this client started, strike off the
+        servers that it registered; disconnect."""
         with contextlib.suppress(RedisUnavailable, TimeoutError):  # what can't be ended now ends with its lease
             async with asyncio.timeout(CLOSE_SECONDS):
                 await self._weights.close()
+                await self.backends.end_run(self.name)
         for registration in self._registered:
             await registration.close()
         self._registered.clear()
@@ -114,7 +111,8 @@ class RolloutClient:
     ) -> list[str]:
         """Enqueue each task's `samples`, all or none of a task; returns the rollouts' ids, task by task.
 
-        The same task id enqueued again changes nothing. Higher `priority` goes first. `groups`: how they close, and how
+        The same task id enqueued again changes nothing; with more samples, a group that has not closed grows, and closes
+        as last asked. Higher `priority` goes first. `groups`: how they close, and how
         many extra samples are started for that (None: as the settings say; in the lane eval they are always whole).
         Raises TaskError with nothing enqueued, and QueueFull or MemoryHigh (after `wait` seconds of trying): the tasks
         before the refused one are in, the refused one is not.
@@ -189,7 +187,8 @@ class RolloutClient:
         for, so batch * (1 + ahead) groups at most; 0 is the synchronous case. With `start_run(batch=batch * samples,
         max_staleness=ahead)` INIT begins exactly what can be trained on in time. `keep`: "all", "scored", "spread" or a
         function of a Group, also asked of late ones; what it refuses is thrown away and replaced (None: groups.keep).
-        `name`: front of the groups' ids, else a random one; a task's own id stands in its place. `timeout`: s a batch.
+        `name`: front of the groups' ids, which go on with epoch, position and the task's own id; else a random one.
+        `timeout`: s a batch.
 
         Ack each batch after the optimiser step or after the checkpoint (docs/client.md: what a crash then costs).
         Raises ConfigError; asked for a batch, Incomplete: its time is over, or 10 * batch groups were refused. Its
@@ -234,16 +233,9 @@ class RolloutClient:
         """
         self._check_lane(lane)
         limit = self.config.policy.max_staleness if max_staleness is None else max_staleness
-        if batch < 0 or limit < -1:
-            raise ConfigError(f"batch is {batch} and max_staleness {limit}: they are at least 0 and -1")
-        before = (await self.policy()).policy.version
-        if before is not None and version < before:
-            log.warning(
-                "the run goes on at weights %d, below %d: what is in the line may have been sampled by weights whose "
-                "numbers are given a second time; cancel it, or go on above %d", version, before, before,
-            )  # fmt: skip
-        about: dict[str, Any] = {"batch": batch, "max_staleness": limit, "lane": lane}
-        return await self._weights.start(version, path=path, move=move, mode=mode, **about)
+        return await self._weights.start(
+            version, path=path, move=move, mode=mode, batch=batch, max_staleness=limit, lane=lane
+        )
 
     async def update_weights(
         self, version: int, *, path: str | os.PathLike[str] = "", move: Move | None = None, mode: Mode = "keep"
@@ -305,6 +297,13 @@ class RolloutClient:
         """Go on after `pause_run`. Safe twice."""
         self._check_lane(lane)
         await self.queue.resume_lane(lane)
+
+    async def end_run(self) -> bool:
+        """The run that anybody started is over: it bounds no new rollouts any more. False when there was none.
+
+        `close` does it for the client that started it; a trainer that died leaves its bound, for the one that goes on.
+        """
+        return await self.backends.end_run()
 
     async def restore(self) -> int:
         """Enqueue again what this client waits for and the server has no record of (it came back empty); how many."""

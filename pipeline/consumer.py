@@ -6,12 +6,12 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from pipeline.connection import connect, connect_sync
-from pipeline.errors import Incomplete, MemoryHigh, QueueFull, RedisUnavailable
+from pipeline.errors import ConfigError, Incomplete, MemoryHigh, QueueFull, RedisUnavailable
 from pipeline.keeper import Keeper
 from pipeline.leases import Popped
 from pipeline.missing import summed_up, why_missing
@@ -41,6 +41,7 @@ class Consumer:
         self._ticked = self._asked = time.monotonic()
         self._dropped: list[Rollout] = []
         self._watches: dict[str, Watch] = {}
+        self._streams: dict[str, str] = {}
 
     def open(self) -> None:
         """From now on what is popped is kept alive."""
@@ -68,6 +69,20 @@ class Consumer:
     def watching(self, lane: str) -> Watch:
         """Inside of its `async with`, what keeps the lane from going on is logged (pipeline/waiting.py)."""
         return self._watches.setdefault(lane, Watch(self._config, lane, self._name))
+
+    @contextlib.contextmanager
+    def streaming(self, lane: str, name: str) -> Iterator[None]:
+        """This stream asks for a batch. Raises ConfigError where another one of this client does, in the same lane."""
+        if lane in self._streams:
+            raise ConfigError(
+                f"stream {name} was asked for a batch of lane {lane!r} while stream {self._streams[lane]} was: each "
+                "would be given the other's groups. Let each have a lane of its own (line.lanes)"
+            )
+        self._streams[lane] = name
+        try:
+            yield
+        finally:
+            del self._streams[lane]
 
     async def pop(self, n: int, timeout: float | None, lane: str) -> Batch:
         """What `RolloutClient.pop` promises."""

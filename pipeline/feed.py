@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -11,6 +12,11 @@ from pipeline.envelope import Task
 from pipeline.errors import ConfigError
 
 Tasks = Sequence[Task] | Iterable[Task]
+
+LONGEST_NAME, LONGEST_ID = 100, 60
+"""Characters of a stream's name, and of a task's own id, in a group's id, which has room for 200."""
+
+_AFTER_NAME = re.compile(r"-(\d+)-(\d+)(?:-.*?)?(?:~(\d+))?", re.DOTALL)
 
 
 class Spot(NamedTuple):
@@ -44,6 +50,7 @@ class Feed:
         self._rows: Sequence[Task] | None = tasks if _has_random_access(tasks) else None  # type: ignore[assignment]
         self._iterator: Iterator[Task] = iter(()) if self._rows is not None else iter(tasks)
         self._read = 0
+        self._broken: BaseException | None = None
         self._kept: dict[int, Task] = {}
         self._orders: dict[int, list[int]] = {}
         if self._rows is None and (seed is not None or epochs not in (None, 1)):
@@ -51,6 +58,8 @@ class Feed:
                 f"seed is {seed} and epochs {epochs}, but the tasks are an iterator, which is read once and in its own "
                 "order: give a list, or shuffle where they are read (`read_tasks(..., shuffle=seed)`)"
             )
+        if len(name) > LONGEST_NAME or not name.isprintable():
+            raise ConfigError(f"name is {name!r:.120}: it has at most {LONGEST_NAME} printable characters")
         if epochs is not None and epochs < 1:
             raise ConfigError(f"epochs is {epochs}: it is at least 1, or None for no end")
         if self._rows is not None and len(self._rows) == 0:
@@ -77,14 +86,20 @@ class Feed:
         return spot if self.epochs is None or spot.epoch < self.epochs else None
 
     def task(self, spot: Spot) -> Task:
-        """The task of a spot that `settle` gave, with the id of its group. An iterator's stays known until `done`."""
+        """The task of a spot that `settle` gave, with the id of its group: its own, which other tasks and other streams
+        may have too, stands at the end. An iterator's stays known until `done`."""
         if self._rows is None:
             self._has(spot.position)
             task = self._kept[spot.position]
         else:
             task = self._rows[self._order(spot.epoch)[spot.position]]
-        base = f"{task.id}-{spot.epoch}" if task.id else f"{self.name}-{spot.epoch}-{spot.position}"
+        base = f"{self.name}-{spot.epoch}-{spot.position}" + (f"-{task.id[:LONGEST_ID]}" if task.id else "")
         return replace(task, id=f"{base}~{spot.tries}" if spot.tries else base)
+
+    def spot_of(self, id: str) -> Spot | None:
+        """The spot of a group's id, the other way round than `task`; None for a group that no life of this fed."""
+        found = _AFTER_NAME.fullmatch(id.removeprefix(self.name)) if id.startswith(self.name) else None
+        return Spot(int(found[1]), int(found[2]), int(found[3] or 0)) if found else None
 
     def done(self, spot: Spot) -> None:
         """Nobody will ask for it again."""
@@ -104,12 +119,24 @@ class Feed:
                 del self._kept[position]
 
     def _has(self, position: int) -> bool:
-        """Read on until the task at this position is known; False where there are not so many."""
+        """Read on until the task at this position is known; False where there are not so many.
+
+        What the iterator raises passes through; from then on ConfigError, for one that broke looks like one that ended.
+        """
         while self._read <= position:
+            if self._broken is not None:
+                broken = f"{type(self._broken).__name__}: {self._broken}"
+                raise ConfigError(
+                    f"the tasks' iterator broke after {self._read} tasks ({broken}): mend it, and go on with a new "
+                    "stream and this one's state"
+                ) from self._broken
             try:
                 self._kept[self._read] = next(self._iterator)
             except StopIteration:
                 return False
+            except BaseException as error:
+                self._broken = error
+                raise
             self._read += 1
         return True
 

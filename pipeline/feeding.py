@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from pipeline.envelope import Task, rollout_id
 from pipeline.errors import MemoryHigh, QueueFull
@@ -21,8 +22,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MOST_EARLY = 4096
-"""Groups that came before their turn and are remembered until then."""
+MOST_RECENT = 4096
+"""Groups that are remembered: those that came before their turn, and those that came at all."""
+
+K = TypeVar("K")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,12 +46,25 @@ class Shape:
         return self.batch * (1 + self.ahead)
 
 
+class Recent(dict[K, None], Generic[K]):
+    """Keys in the order in which they were added; the oldest of more than MOST_RECENT are forgotten."""
+
+    def __init__(self, keys: Iterable[K] = ()) -> None:
+        super().__init__(dict.fromkeys(keys))
+
+    def add(self, key: K) -> None:
+        self[key] = None
+        if len(self) > MOST_RECENT:
+            del self[next(iter(self))]
+
+
 class Feeding:
     """One stream's way into the line.
 
     `open`: groups in flight, by id. `again`: what is to run anew. `early`: ids of groups that this life did not feed
     and that were popped: their tasks are passed over. `yielded`: groups in the trainer's hands, each with its spot and
-    its rollouts' ids. `cursor`: what is fed next, None when all tasks were.
+    its rollouts' ids (a late rest comes when the others were acked, so a group's id tells them apart). `cursor`: what
+    is fed next, None when all tasks were.
     """
 
     def __init__(self, client: RolloutClient, feed: Feed, shape: Shape) -> None:
@@ -57,10 +73,11 @@ class Feeding:
         self.cursor: Spot | None = Spot(0, 0)
         self.again: list[Spot] = []
         self.open: dict[str, Spot] = {}
-        self.early: dict[str, None] = {}
+        self.early: Recent[str] = Recent()
         self.yielded: dict[str, tuple[Spot | None, frozenset[str]]] = {}
         self.paused = self.refused = False
         self.anew = 0
+        self._strange = ""
         self._found: dict[str, Task] = {}
 
     async def fill(self) -> bool:
@@ -92,13 +109,25 @@ class Feeding:
     def close(self, id: str, late: bool = False) -> Spot | None:
         """It is in flight no more; its spot, None where this life did not feed it."""
         spot = self.open.pop(id, None)
+        if not self._strange and self.feed.spot_of(id) is None:
+            self._strange = id
+            log.warning(
+                "stream %s was given group %s, which it never fed: another trainer or an earlier run left it in lane "
+                "%s, and it counts as a group of the batch. Let a stream have its lane for itself",
+                self.feed.name, id, self._shape.lane,
+            )  # fmt: skip
         if spot is not None:
             self.feed.done(spot)
         elif not late:
-            self.early[id] = None
-            if len(self.early) > MOST_EARLY:
-                del self.early[next(iter(self.early))]
+            self.early.add(id)
         return spot
+
+    def is_behind(self, id: str) -> bool:
+        """Whether these weights know its task, though not by this id: it ran anew for weights that were left since."""
+        spot = self.feed.spot_of(id)
+        if spot is None or id in self.open or spot in self.again:
+            return False
+        return self.cursor is None or spot[:2] < self.cursor[:2]
 
     def repeat(self, id: str) -> None:
         """It is worth nothing: its task runs anew."""

@@ -47,6 +47,12 @@ class GroupPolicy:
         """Scored members with which a group of `samples` (the extra ones not counted) closes; 0 = it waits for all."""
         return self.usable or (samples if self.extra else 0)
 
+    def why(self, samples: int) -> str:
+        """Why such a group most likely closed, as `Group.closed` says it; empty where it waits for all."""
+        if self.wanted(samples):
+            return "usable"
+        return "deadline" if self.deadline else ""
+
     def check(self, samples: int) -> None:
         """Raise TaskError for what can't be meant."""
         if self.extra < 0 or self.usable < 0 or not 0 <= self.deadline < math.inf:

@@ -36,12 +36,19 @@ BEGUN = -2_000_000_000_000_000
 
 class Admission(NamedTuple):
     """The trainer's bound on new rollouts of its lane: `begun` and not acked, of at most `bound`; `inside`: those of
-    them that wait at INIT, and may begin."""
+    them that wait at INIT, and may begin. `owner`: the client that started the run."""
 
     lane: str
     begun: int
     bound: int
     inside: int
+    owner: str = ""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.begun} of {self.bound} rollouts are begun and not acked, and more may not be before the next "
+            f"update in the run that {self.owner or 'a client'} started (`rollout run end` lifts its bound)"
+        )
 
     def held_up(self, lane: str, waiting: int) -> int:
         """How many of those that wait in a lane at INIT wait for the next update of the weights."""
@@ -133,7 +140,7 @@ async def admission(queue: Queue) -> Admission | None:
         return None
     sets = (queue.key("ready", WORKING[0].value, policy.lane), queue.key("place", policy.lane))
     inside = [int(await queue.execute("ZCOUNT", name, "-inf", BEGUN)) for name in sets]
-    return Admission(policy.lane, await begun(queue, policy.lane), policy.bound, sum(inside))
+    return Admission(policy.lane, await begun(queue, policy.lane), policy.bound, sum(inside), policy.run_owner)
 
 
 async def begun(queue: Queue, lane: str) -> int:
@@ -256,7 +263,7 @@ def _why(values: dict[str, str], age: float, alive: list[dict[str, Any]], bound:
     if stage == "init" and all(worker.get("memory_high") for worker in serving):
         return f"waits {age:.0f} s in init: Redis is above the memory mark"
     if stage == "init" and bound and bound.lane == values["lane"] and bound.begun >= bound.bound:
-        return f"waits {age:.0f} s in init for weights: {bound.begun} of {bound.bound} rollouts are begun and not acked"
+        return f"waits {age:.0f} s in init for weights: {bound}"
     if stage == "init" and values["place"]:
         live, most = (sum(int(worker.get(name, 0)) for worker in serving) for name in ("sandboxes", "max_live"))
         return f"waits {age:.0f} s in init for a place: {live} of {most} sandboxes are live (sandbox.max_live)"

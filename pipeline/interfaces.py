@@ -325,6 +325,7 @@ class AgentHandler:
     def gold(self, task: Any) -> str | list[Message] | None:
         """The right answer, or the assistant's messages that lead to it; None if the family has none.
 
-        Only the scripted policy server asks for it (demo, tests, benchmarks).
+        `rollout task validate` and the scripted policy server ask for it. A text of one line may be said within a
+        sentence; messages are said as they are.
         """
         return None

@@ -57,7 +57,7 @@ class Producer:
             ids.extend(named)
             known += len(named) - fresh
         if known:
-            log.warning(
+            log.info(
                 "%d of %d rollouts were in the line already, or are acked: nothing changed for them", known, len(ids)
             )
         return ids
@@ -99,6 +99,7 @@ class Producer:
         return ids, fresh
 
     async def _write(self, group: str, task: Task, about: dict[str, Any], samples: Iterable[int]) -> int:
+        """Enqueue these members of a group; where they are not all, the trainer has or had the others."""
         envelopes = [
             Envelope(
                 id=rollout_id(group, sample),
@@ -115,11 +116,12 @@ class Producer:
             for sample in samples
         ]
         closes: GroupPolicy = about["closes"]
+        parted = closes.rest == "later" and len(envelopes) < about["samples"]
         return await self._queue.enqueue(
             group, encode_compressed(task), [(item.id, encode(item)) for item in envelopes], lane=about["lane"],
             priority=about["priority"], samples=about["samples"], queue_ttl=self._config.limits.queue_ttl,
             deadline=task.deadline, handler=task.handler, asked=about["asked"], wanted=closes.wanted(about["asked"]),
-            life=closes.deadline, rest=closes.rest,
+            life=closes.deadline, rest=closes.rest, closed=closes.why(about["asked"]) if parted else "",
         )  # fmt: skip
 
     async def restore(self, held: set[str]) -> int:

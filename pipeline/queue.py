@@ -225,11 +225,13 @@ class Queue:
         wanted: int = 0,
         life: float = 0.0,
         rest: str = "cancel",
+        closed: str = "",
     ) -> int:
         """Write a task's samples, all or none; returns how many were new. `handler`: its name in the task.
 
         Of its `samples`, `asked` were asked for; the group closes with `wanted` scored ones, or `life` seconds after
-        its first member's start (0: it does not). `rest`: "later" lets the others go on then.
+        its first member's start (0: it does not). `rest`: "later" lets the others go on then. `closed`: of a group that
+        the server has lost and whose first part was popped, why it had closed: these are its rest.
         Raises QueueFull or MemoryHigh: nothing was written then. `deadline` is Unix time, `queue_ttl` seconds.
         """
         flat = [item for pair in envelopes for item in pair]
@@ -238,7 +240,7 @@ class Queue:
             int(queue_ttl * 1000) if queue_ttl else "", int(deadline * 1000) if deadline else "",
             samples if samples is not None else len(envelopes), handler, wanted or "",
             asked or samples or len(envelopes), int(life * 1000) if life else "", rest if rest == "later" else "",
-            *flat,
+            closed, *flat,
         )  # fmt: skip
         try:
             status, count = await self.verb("enqueue", *args)

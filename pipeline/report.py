@@ -25,6 +25,9 @@ REST_PER_ID = 20e-6
 ASK_EVERY = 5.0
 """Seconds between two looks for rollouts that somebody else took away."""
 
+LONGEST = 160
+"""Characters of a task's own id that begin the ids of its rollouts here; two tasks may have the same."""
+
 LEAVE_SECONDS = 5.0
 """For the rollouts of an evaluation that was broken off to end, so that their records do not stay in the lane."""
 
@@ -136,7 +139,7 @@ class Evaluation:
 
     async def _enqueue(self, tasks: Iterable[Task], samples: int) -> None:
         named = [
-            replace(task, id=f"{task.id}-{self._mark}" if task.id else f"{self._mark}-{number}")
+            replace(task, id=f"{task.id[:LONGEST]}-{self._mark}-{number}" if task.id else f"{self._mark}-{number}")
             for number, task in enumerate(tasks)
         ]
         self._groups = {

@@ -114,6 +114,12 @@ def find(config: Config) -> State | None:
     return files.read_state(_folder(config))
 
 
+def located(config: Config) -> Config:
+    """The configuration with the private server that `find` knows, where it names no Redis and there is one."""
+    known = None if config.redis.url else find(config)
+    return config if known is None else _configured(config, known)
+
+
 def status(folder: Path | None = None) -> State | None:
     """The living server of a folder, or None."""
     return files.read_state(folder or files.state_folder())
@@ -134,12 +140,9 @@ def provided(config: Config) -> Iterator[Config]:
     In this order: the user's URL; a server that `find` knows; one that is started here and ends with the block (its
     data kept where `redis.data` names a folder).
     """
+    config = located(config)
     if config.redis.url:
         yield config
-        return
-    known = find(config)
-    if known is not None:
-        yield _configured(config, known)
         return
     data = config.path_of(config.redis.data) if config.redis.data else None
     with start(data, keep=data is not None, fraction=config.redis.maxmemory_fraction) as server:

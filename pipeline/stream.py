@@ -7,23 +7,27 @@ stream that goes on from a checkpoint finds in Redis what became of each: docs/c
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 import uuid
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
 from pipeline import refusals
 from pipeline.consumer import Consumer, ids_of
 from pipeline.errors import ConfigError, Incomplete
 from pipeline.feed import Feed, Tasks
-from pipeline.feeding import Feeding, Shape
+from pipeline.feeding import Feeding, Recent, Shape
 from pipeline.groups import EVAL_LANE, KEEPS, WHOLE, GroupPolicy, Keep
 from pipeline.results import Group
 from pipeline.stream_state import StreamState
 
 if TYPE_CHECKING:
     from pipeline.client import RolloutClient
+
+log = logging.getLogger(__name__)
 
 MOST_REFUSED = 10
 """Batches' worth of groups that may be refused before one batch is full."""
@@ -49,6 +53,7 @@ class Stream:
         self._known: list[Group] = []
         self._refused: list[Group] = []
         self._trained: set[str] = set()
+        self._sorted: Recent[tuple[str, bool]] = Recent()
         self._reasons: Counter[str] = Counter()
         self._asking = asyncio.Lock()
         self._begun = self._closed = False
@@ -75,7 +80,8 @@ class Stream:
     async def __anext__(self) -> list[Group]:
         async with self._asking, self._consumer.watching(self.shape.lane):
             self._begun = True
-            batch = [] if self._closed else await self._collect()
+            with self._consumer.streaming(self.shape.lane, self.name):
+                batch = [] if self._closed else await self._collect()
         if not batch:
             raise StopAsyncIteration
         return batch
@@ -110,10 +116,11 @@ class Stream:
         self._forget_acked()
         feeding, without = self._feeding, {group.id for group in untrained}
         spots = [*feeding.open.values(), *feeding.again]
-        spots += [spot for id, (spot, _) in self._feeding.yielded.items() if id in without and spot is not None]
+        spots += [spot for id, (spot, _) in feeding.yielded.items() if id in without and spot is not None]
         return StreamState(
             name=self.name, seed=feeding.feed.seed, samples=self.shape.samples, length=feeding.feed.length,
-            cursor=feeding.cursor, in_flight=spots, trained=self._trained | (self._feeding.yielded.keys() - without),
+            epochs=feeding.feed.epochs, cursor=feeding.cursor, in_flight=spots,
+            trained=self._trained | (feeding.yielded.keys() - without),
             early=feeding.early.keys() - without, read=feeding.feed.taken(feeding.cursor),
         ).to_map()  # fmt: skip
 
@@ -129,7 +136,7 @@ class Stream:
         found.check(feeding.feed, self.shape.samples)
         feeding.feed.name = found.name
         feeding.cursor, feeding.again = found.cursor, sorted(found.in_flight)
-        feeding.early, self._trained = dict.fromkeys(found.early), set(found.trained)
+        feeding.early, self._trained = Recent(found.early), set(found.trained)
         feeding.feed.skip(found.read, {spot.position for spot in feeding.again})
 
     # -- a batch -------------------------------------------------------------------------------------------------------
@@ -151,17 +158,21 @@ class Stream:
             spot = self._feeding.close(group.id, group.late)
             self._feeding.yielded[group.id] = (spot, frozenset(ids_of(group)))
         self._stats.yielded += len(batch)
+        if len(batch) < shape.batch and self._reasons:
+            why = refusals.said(self._reasons, shape.keep)
+            log.warning("the tasks of stream %s are over: %d groups are its last batch; %s", self.name, len(batch), why)
         return batch
 
     async def _more_comes(self) -> bool:
         """Whether anything is under way when all is fed. What a dead life had trained on and not acked comes when its
-        lease is over, and is waited for at the very end: nobody else would ack it."""
+        lease is over, and is waited for at the very end: nobody else would ack it, but for who holds it here."""
         if self._feeding.open.keys() - {group.id for group in self._ready}:
             return True
         if self._ready:
             return False
         self._trained = {id for id in self._trained if await self._client.queue.has_group(id)}
-        return bool(self._trained)
+        held = {id.rpartition(".")[0] for id in self._consumer.held}
+        return not self._trained <= held
 
     async def _pop(self, until: float | None) -> None:
         """Wait for at least one group, and judge what came. Raises Incomplete when the time is over."""
@@ -193,22 +204,37 @@ class Stream:
         self._refused = []
 
     def _sort(self, group: Group) -> None:
+        part = (group.id, group.late)
+        if part in self._sorted:
+            self._known.append(self._not_in_hand(group))
+            return
         if group.id in self._trained:
             self._trained.discard(group.id)
             self._known.append(group)
+            self._sorted.add(part)
             return
         if group.id in self._feeding.open and (group.late or _is_torn(group)):
             self._feeding.repeat(group.id)  # its other part was acked for weights that are lost
             if not group.late:
+                self._sorted.add(part)
                 self._refused.append(group)
                 return
-        if self.shape.keep(group):
+        behind = not group.late and self._feeding.is_behind(group.id)
+        kept = not behind and self.shape.keep(group)
+        self._sorted.add(part)
+        if kept:
             self._ready.append(group)
         else:
-            self._refuse(refusals.why_refused(group))
+            self._refuse("a task that is trained on already" if behind else refusals.why_refused(group))
             self._feeding.close(group.id, group.late)
             self._refused.append(group)
         self._stats.came(group)
+
+    def _not_in_hand(self, group: Group) -> Group:
+        """What this stream was given before, without what is leased anew for whoever has it and will ack it."""
+        has = {id for _, ids in self._feeding.yielded.values() for id in ids} | set(ids_of(self._ready))
+        log.warning("group %s came a second time, its lease had run out: it is not yielded again", group.id)
+        return replace(group, rollouts=tuple(rollout for rollout in group.rollouts if rollout.id not in has))
 
     def _refuse(self, reason: str) -> None:
         self._reasons[reason] += 1

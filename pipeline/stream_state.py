@@ -15,14 +15,16 @@ FORM = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamState:
-    """`cursor`: the next spot to be fed, None when all tasks were. `in_flight`: fed, and not trained on. `trained`: ids
-    of groups that were trained on and may be in the line still. `early`: ids of groups that were popped, and whose turn
-    to be fed is still to come. `length`: tasks of an epoch, None for an iterator, of which `read` were taken."""
+    """`cursor`: the next spot to be fed, None when all tasks of `epochs` were. `in_flight`: fed, and not trained on.
+    `trained`: ids of groups that were trained on and may be in the line still. `early`: ids of groups that were popped,
+    and whose turn to be fed is still to come. `length`: tasks of an epoch, None for an iterator, of which `read` were
+    taken."""
 
     name: str
     seed: int | None
     samples: int
     length: int | None
+    epochs: int | None
     cursor: Spot | None
     in_flight: Iterable[Spot]
     trained: Iterable[str]
@@ -32,7 +34,7 @@ class StreamState:
     def to_map(self) -> dict[str, Any]:
         return {
             "form": FORM, "name": self.name, "seed": self.seed, "samples": self.samples, "length": self.length,
-            "cursor": None if self.cursor is None else list(self.cursor[:2]), "read": self.read,
+            "epochs": self.epochs, "cursor": None if self.cursor is None else list(self.cursor[:2]), "read": self.read,
             "in_flight": [list(spot) for spot in sorted(self.in_flight)],
             "trained": sorted(self.trained), "early": sorted(self.early),
         }  # fmt: skip
@@ -44,10 +46,12 @@ class StreamState:
             form = state.get("form") if isinstance(state, dict) else type(state).__name__
             raise ConfigError(f"this is no state of a stream that this version reads: its form is {form!r}, not {FORM}")
         try:
-            cursor = state["cursor"]
+            cursor, length, epochs = state["cursor"], state["length"], state["epochs"]
+            if cursor is None and None not in (length, epochs):
+                cursor = (epochs, 0)  # more epochs may be asked for now
             return cls(
-                name=str(state["name"]), seed=state["seed"], samples=int(state["samples"]), length=state["length"],
-                cursor=None if cursor is None else Spot(int(cursor[0]), int(cursor[1])),
+                name=str(state["name"]), seed=state["seed"], samples=int(state["samples"]), length=length,
+                epochs=epochs, cursor=None if cursor is None else Spot(int(cursor[0]), int(cursor[1])),
                 in_flight=[Spot(*map(int, spot)) for spot in state["in_flight"]],
                 trained=list(map(str, state["trained"])), early=list(map(str, state["early"])), read=int(state["read"]),
             )  # fmt: skip

@@ -159,6 +159,9 @@ class SyncRolloutClient:
     def resume_run(self, lane: str = "train") -> None:
         self._run(self._client.resume_run(lane))
 
+    def end_run(self) -> bool:
+        return self._run(self._client.end_run())
+
     def status(self) -> dict[str, Any]:
         return self._run(self._client.status())
 

@@ -18,8 +18,8 @@ from pipeline.queue import Queue
 
 INIT, RUN = WORKING[0].value, WORKING[1].value
 
-SAMPLED = 50
-"""Rollouts in work that are looked at, to tell whether one of them is of this lane."""
+PAGE, PAGES = 200, 50
+"""Rollouts in work that are looked at in one go, and how often, to tell whether one of them is of this lane."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +59,8 @@ async def troubles(queue: Queue, lane: str, consumer: str = "") -> dict[str, str
     found: dict[str, str] = {}
     if scene.paused:
         found["paused"] = scene.paused
-    if not scene.stages:
-        return found | {"nothing": nothing(scene)}
+    if not scene.stages:  # why nothing is enqueued says more than that nothing was
+        return found | _of_memory(scene, queue.config.memory.high) or {"nothing": nothing(scene)}
     for stage in scene.stages:
         said = _of_workers(scene, stage, late)
         if said:
@@ -130,9 +130,9 @@ def _of_bound(scene: Scene) -> dict[str, str]:
     if bound is None or scene.at_work or bound.held_up(scene.lane, waiting) < waiting:
         return {}
     return {
-        "bound": f"{waiting} rollouts wait in init for new weights, and nothing else is on its way: {bound.begun} of "
-        f"{bound.bound} rollouts are begun and not acked. Ack what was popped and update the weights; if this is the "
-        "first step, `batch` of start_run is smaller than what is popped before an update"
+        "bound": f"{waiting} rollouts wait in init for new weights, and nothing else is on its way: {bound}. Ack what "
+        "was popped and update the weights; if this is the first step, `batch` of start_run is smaller than what is popped "
+        "before an update; if that trainer is gone, end its run"
     }
 
 
@@ -161,8 +161,14 @@ async def _waiting(queue: Queue, stage: str, lane: str) -> int:
 async def _has_working(queue: Queue, stage: str, lane: str) -> bool:
     """Whether a rollout of the lane is leased in a stage, or waits there for its next try."""
     for kind in ("lease", "delayed"):
-        if lane in {row[0] for row in await _rows(queue, queue.key(kind, stage))}:
-            return True
+        for page in range(PAGES):
+            rows = await _rows(queue, queue.key(kind, stage), page)
+            if lane in {row[0] for row in rows}:
+                return True
+            if len(rows) < PAGE:
+                break
+        else:
+            return True  # too many of other lanes to be sure: what may be at work is no trouble
     return False
 
 
@@ -172,9 +178,9 @@ async def _holders(queue: Queue, lane: str, consumer: str) -> tuple[str, ...]:
     return tuple(sorted({owner for of, owner in rows if of == lane and owner != consumer}))
 
 
-async def _rows(queue: Queue, name: str) -> list[tuple[str, str]]:
-    """(lane, owner) of the first rollouts in a set."""
-    ids = await queue.execute("ZRANGE", name, 0, SAMPLED - 1)
+async def _rows(queue: Queue, name: str, page: int = 0) -> list[tuple[str, str]]:
+    """(lane, owner) of a page of the rollouts in a set."""
+    ids = await queue.execute("ZRANGE", name, page * PAGE, (page + 1) * PAGE - 1)
     rows = await asyncio.gather(*(queue.execute("HMGET", queue.key("r", text_of(id)), "lane", "owner") for id in ids))
     return [(text_of(lane or b""), text_of(owner or b"")) for lane, owner in rows]
 

@@ -88,18 +88,26 @@ class Weights:
     ) -> Update:
         """A run begins or goes on, at whatever version. Without path and move the servers have these weights already.
 
-        Servers that come later are brought up, where a path is known. Raises PolicyError as `update` does; the run has
-        begun then all the same.
+        Servers that come later are brought up, where a path is known. Raises ConfigError for what can't be meant, and
+        PolicyError as `update` does; the run has begun then all the same.
         """
         _check(version, mode)
+        if batch < 0 or max_staleness < -1:
+            raise ConfigError(f"batch is {batch} and max_staleness {max_staleness}: they are at least 0 and -1")
         if path and move is not None:
             raise ConfigError("a run starts from a path or by a move, not by both")
         folder = _folder(path)
+        before = (await self._backends.view()).policy.version
+        if before is not None and version < before:
+            log.warning(
+                "the run goes on at weights %d, below %d: what is in the line may have been sampled by weights whose "
+                "numbers are given a second time; cancel it, or go on above %d", version, before, before,
+            )  # fmt: skip
 
         async def start() -> None:
             moves = bool(path or move)
             await self._backends.start(
-                version, folder, batch=batch, max_staleness=max_staleness, lane=lane, moves=moves
+                version, folder, batch=batch, max_staleness=max_staleness, lane=lane, moves=moves, owner=self._owner
             )
 
         async with self._pausing(f"a run starts at weights {version}", mode, not path, start=start) as pause:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+from collections.abc import Iterable
 from typing import Any
 
 from pipeline.envelope import Envelope, Stage, Task, encode, encode_compressed, rollout_id
@@ -23,14 +24,17 @@ def task(**about: Any) -> Task:
     return Task(**{"handler": "echo", **about})
 
 
-async def put(queue: Queue, group: str = "g", samples: int = 1, **about: Any) -> list[str]:
-    """Enqueue `samples` echo rollouts; returns their ids."""
-    ids = [rollout_id(group, sample) for sample in range(samples)]
+async def put(
+    queue: Queue, group: str = "g", samples: int = 1, *, only: Iterable[int] | None = None, **about: Any
+) -> list[str]:
+    """Enqueue `samples` echo rollouts, or `only` these of them; returns their ids."""
+    members = list(range(samples) if only is None else only)
+    ids = [rollout_id(group, sample) for sample in members]
     envelopes = [
         (id, encode(Envelope(id=id, group=group, handler="echo", sample=sample, samples=samples)))
-        for sample, id in enumerate(ids)
+        for sample, id in zip(members, ids, strict=True)
     ]
-    await queue.enqueue(group, encode_compressed(task()), envelopes, **about)
+    await queue.enqueue(group, encode_compressed(task()), envelopes, **{"samples": samples, **about})
     return ids
 
 

@@ -32,8 +32,9 @@ def on_rank_zero(fetch: Callable[[], T], group: Any = None, *, word_every: float
 
     All ranks call it at the same point. `fetch` runs on rank 0 alone, on a thread of its own: so that the calling
     thread can tell the others every `word_every` seconds that rank 0 still waits, and a long wait is never taken for a
-    dead process. What it raises is raised on every rank. Where rank 0 dies, the others raise ServiceError: with gloo at
-    once, with nccl after the time-out that `init_process_group(timeout=...)` set. Objects travel pickled, with nccl
+    dead process. What it raises is raised on every rank. Where a rank dies, the others raise ServiceError: with gloo at
+    once (rank 0 when it next tells them something), with nccl after the time-out that `init_process_group(timeout=...)`
+    set; so they do where a rank comes later than that. Objects travel pickled, with nccl
     through the GPU's memory: a gloo group (`new_group(backend="gloo")`) keeps that off it.
     """
     import torch.distributed as dist
@@ -41,7 +42,7 @@ def on_rank_zero(fetch: Callable[[], T], group: Any = None, *, word_every: float
     first = dist.get_rank(group) == 0
     source = dist.get_global_rank(group, 0) if group is not None else 0
     if first:
-        return _hand_on(fetch, lambda told: dist.broadcast_object_list([told], src=source, group=group), word_every)
+        return _hand_on(fetch, lambda told: _tell(dist, source, group, told), word_every)
     told: T = _wait(dist, source, group)
     return told
 
@@ -74,6 +75,18 @@ def _hand_on(fetch: Callable[[], T], tell: Callable[[tuple[str, Any]], None], wo
         tell(("error", refusal))
         raise refusal from error
     return result[0]
+
+
+def _tell(dist: Any, source: int, group: Any, told: tuple[str, Any]) -> None:
+    try:
+        dist.broadcast_object_list([told], src=source, group=group)
+    except RecursionError as error:
+        raise TypeError(f"it is nested too deeply: {error}") from error
+    except RuntimeError as error:
+        raise ServiceError(
+            f"another rank did not take what rank 0 told it: it has died, or it came later than the process group's "
+            f"time-out ({error})"
+        ) from error
 
 
 def _wait(dist: Any, source: int, group: Any) -> Any:

@@ -133,6 +133,8 @@ def _tokens(rollout: Rollout, sequence: Sequence) -> dict[str, Any]:
 def _whole(file: str | Path) -> Iterator[Path]:
     """Another name beside the file while it is written; what was begun and not ended is removed."""
     target = Path(file)
+    if target.exists() and not target.is_file():
+        raise AdapterError(f"{file} is no plain file, which an export could take the place of: name another one")
     part = target.with_name(f"{target.name}.part-{os.getpid()}")
     try:
         yield part

@@ -147,7 +147,7 @@ def flat(rows: SequenceOf[Row]) -> Flat:
 
 
 def to_torch(batch: Padded | Flat) -> dict[str, Any]:
-    """The batch as tensors by name, `facts` among them; they share the arrays' memory, so nothing is copied.
+    """The batch as tensors by name, those of `facts` among them; they share the arrays' memory, so nothing is copied.
 
     Imports torch. `longest` stays an int.
     """

@@ -20,7 +20,15 @@ Advantage = Callable[[Group, Rollout], float]
 
 def above_mean(group: Group, rollout: Rollout) -> float:
     """Reward minus the mean of the group's scored members; no deviation (Liu et al., "Understanding R1-Zero-Like
-    Training: A Critical Perspective", 2025)."""
+    Training: A Critical Perspective", 2025).
+
+    Raises AdapterError for the late rest of a group that had closed: its mean is not the group's.
+    """
+    if group.late:
+        raise AdapterError(
+            f"group {group.id} is the late rest of one that had closed, and the mean of its first part is not here: "
+            "give an `advantage` that knows it, or set groups.rest to cancel"
+        )
     if rollout.reward is None or group.mean is None:
         raise AdapterError(f"rollout {rollout.id} has no reward, so no advantage")
     return float(rollout.reward) - group.mean

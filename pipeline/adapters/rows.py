@@ -104,6 +104,15 @@ def usable(rollout: Rollout) -> bool:
     return scored and rollout.trajectory is not None and rollout.trajectory.sampled > 0
 
 
+def why_unusable(rollout: Rollout) -> str:
+    """The rest of a sentence about a rollout that is not `usable`: how it ended, and why."""
+    if rollout.outcome == "scored":
+        return "the policy sampled nothing"
+    ended = "it failed" if rollout.outcome == "failed" else "it was cancelled"
+    failure = rollout.failure
+    return f"{ended} in {failure.stage}, {failure.kind}: {failure.why}" if failure else ended
+
+
 def rows_of(rollout: Rollout, many: Many = "split") -> list[Row]:
     """The rows of one rollout; none where nothing was sampled. Raises AdapterError for k > 1 under "refuse"."""
     sequences = [item for item in (rollout.trajectory.sequences if rollout.trajectory else ()) if item.loss_mask.any()]

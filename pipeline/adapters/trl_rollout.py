@@ -135,9 +135,11 @@ class LineRollouts:
         if trainer.accelerator.num_processes == 1:
             return self._rows(prompts, trainer, model)
         rank = trainer.accelerator.process_index
-        everyone = gathered(prompts)
+        by_rank = gathered(prompts)
+        everyone = [prompt for part in by_rank for prompt in part]
         rows = on_rank_zero(lambda: self._rows(everyone, trainer, model))
-        own = slice(rank * len(prompts), (rank + 1) * len(prompts))
+        start = sum(len(part) for part in by_rank[:rank])
+        own = slice(start, start + len(prompts))
         return {name: values[own] for name, values in rows.items()}
 
     def _rows(self, prompts: list[Any], trainer: Any, model: Any) -> dict[str, list[Any]]:
@@ -151,9 +153,6 @@ class LineRollouts:
         pushed = time.monotonic()
         groups = self._play(questions, samples, self._lane if training else EVAL_LANE, sampling(trainer.args))
         rows = rollout_rows(groups, filler=trainer.processing_class.pad_token_id, samples=samples)
-        self._held = groups
-        if not training:
-            self._ack()
         played = self._played(groups, trainer, model, training, pushed - began, time.monotonic() - pushed)
         if self._told is not None:
             self._told(played)
@@ -210,8 +209,14 @@ class LineRollouts:
     def _save(self, model: Any, version: int) -> Path:
         """A server that comes late may read the folder at any time: it gets its name when it is whole."""
         folder, unfinished = self._weights / f"step-{version}", self._weights / f"unfinished-{version}"
-        shutil.rmtree(unfinished, ignore_errors=True)
-        model.save_pretrained(unfinished)
+        for left in self._weights.glob("unfinished-*"):  # a trainer was killed while it saved
+            shutil.rmtree(left, ignore_errors=True)
+        try:
+            model.save_pretrained(unfinished)
+        except BaseException as error:
+            shutil.rmtree(unfinished, ignore_errors=True)  # a full disk is full for others too
+            error.add_note(f"the weights of step {version} were being saved to {folder}")
+            raise
         shutil.rmtree(folder, ignore_errors=True)
         unfinished.rename(folder)
         return folder
@@ -225,10 +230,13 @@ class LineRollouts:
         for at, prompt in enumerate(prompts):
             task = self._task_of(prompt)
             tasks.append(replace(task, id=f"trl-{self._name}-{self._calls}-{at}", sampling={**usual, **task.sampling}))
-        self._line.enqueue(tasks, samples=samples, lane=lane, wait=self._timeout or 0.0)
-        wanted = [str(task.id) for task in tasks]
-        found = self._pop(wanted, lane)
-        groups = [found[id] for id in wanted]
+        if lane == EVAL_LANE:  # by their ids, and acked: others may evaluate in that lane
+            groups = [*self._line.evaluate(tasks, samples=samples, timeout=self._timeout, lane=lane).groups]
+        else:
+            self._line.enqueue(tasks, samples=samples, lane=lane, wait=self._timeout or 0.0)
+            wanted = [str(task.id) for task in tasks]
+            found = self._pop(wanted, lane)
+            groups = self._held = [found[id] for id in wanted]
         _refuse_none_scored(groups)
         return groups
 

@@ -31,19 +31,23 @@ def model_of(trainer: Any) -> Any:
     return model
 
 
-def gathered(prompts: list[Any]) -> list[Any]:
-    """The prompts of all processes, by rank."""
+def gathered(prompts: list[Any]) -> list[list[Any]]:
+    """The prompts of all processes, by rank; one may have fewer than another."""
     import torch.distributed
 
     by_rank: list[list[Any]] = [[] for _ in range(torch.distributed.get_world_size())]
     torch.distributed.all_gather_object(by_rank, prompts)
-    return [prompt for part in by_rank for prompt in part]
+    return by_rank
 
 
 def distinct(prompts: Sequence[Any], samples: int) -> list[Any]:
     """One of each `samples` equal prompts that follow on one another. Raises AdapterError where they do not."""
     firsts = list(prompts[::samples])
-    if len(prompts) % samples or any(prompt != firsts[at // samples] for at, prompt in enumerate(prompts)):
+    if (
+        not prompts
+        or len(prompts) % samples
+        or any(prompt != firsts[at // samples] for at, prompt in enumerate(prompts))
+    ):
         raise AdapterError(
             f"TRL gave {len(prompts)} prompts that are not {samples} equal ones at a time (num_generations): this "
             "version of TRL orders them in another way than 1.16.0"

@@ -10,7 +10,7 @@ from collections.abc import Sequence as SequenceOf
 from itertools import pairwise
 from typing import Any
 
-from pipeline.adapters.rows import AdapterError, Row, rows_of, usable
+from pipeline.adapters.rows import AdapterError, Row, rows_of, usable, why_unusable
 from pipeline.results import Rollout
 from pipeline.trajectory import Turn
 
@@ -36,16 +36,9 @@ def agent_loop_output(
     an agent loop it fails the session, so that the reward is counted nowhere (V1: prompt status "failure").
     """
     if not usable(rollout):
-        raise AdapterError(f"rollout {rollout.id} can't be trained on: {_why(rollout)}; it has no row in verl's batch")
+        why = why_unusable(rollout)
+        raise AdapterError(f"rollout {rollout.id} can't be trained on: {why}; it has no row in verl's batch")
     return [_fields(row, prompt_length, response_length, parts) for row in rows_of(rollout, "split")]
-
-
-def _why(rollout: Rollout) -> str:
-    if rollout.outcome == "scored":
-        return "the policy sampled nothing"
-    ended = "it failed" if rollout.outcome == "failed" else "it was cancelled"
-    failure = rollout.failure
-    return f"{ended} in {failure.stage}, {failure.kind}: {failure.why}" if failure else ended
 
 
 def _fields(row: Row, prompt_length: int | None, response_length: int | None, parts: SequenceOf[str]) -> dict[str, Any]:

@@ -26,14 +26,13 @@ from weakref import WeakKeyDictionary
 
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput
 
-from pipeline.adapters.rows import AdapterError, tokens, usable
+from pipeline.adapters.rows import AdapterError, tokens, usable, why_unusable
 from pipeline.adapters.sessions import Session, Sessions
 from pipeline.adapters.verl import agent_loop_output
 from pipeline.adapters.verl_rows import sampling_of, task_of
 from pipeline.client import RolloutClient
 from pipeline.config import Config, DatasetConfig, load
 from pipeline.datasets import mapping_of
-from pipeline.results import Rollout
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +84,7 @@ class RolloutLineAgentLoop(AgentLoopBase):  # type: ignore[misc]  # verl has no 
         """For V1, which counts the sessions that are there: a failed one is left out, as long as there is another."""
         rollout = session.rollout
         if not usable(rollout) and await session.scored():
-            log.warning("rollout %s is left out of its group: %s", rollout.id, _why(rollout))
+            log.warning("rollout %s is left out of its group: %s", rollout.id, why_unusable(rollout))
             return []
         return self._made(session)
 
@@ -117,7 +116,7 @@ class RolloutLineAgentLoop(AgentLoopBase):  # type: ignore[misc]  # verl has no 
         mean = sum(item.reward for item in others) / len(others) if others else 0.0
         pad = self.tokenizer.pad_token_id
         empty = tokens(None, int(pad if pad is not None else self.tokenizer.eos_token_id or 0))
-        log.warning("rollout %s is not trained on: %s", session.rollout.id, _why(session.rollout))
+        log.warning("rollout %s is not trained on: %s", session.rollout.id, why_unusable(session.rollout))
         return AgentLoopOutput(
             prompt_ids=empty.prompt,
             response_ids=empty.response,
@@ -135,11 +134,6 @@ class RolloutLineAgentLoop(AgentLoopBase):  # type: ignore[misc]  # verl has no 
                 },
             },
         )  # fmt: skip
-
-
-def _why(rollout: Rollout) -> str:
-    failure = rollout.failure
-    return f"{failure.kind} in {failure.stage}: {failure.why}" if failure else "the policy sampled nothing"
 
 
 def _mapping(config: Config, name: str | None) -> DatasetConfig | None:

@@ -10,7 +10,7 @@ for i = 3, #A do
   elseif v[1] == 'done' then
     out[#out + 1] = 'DONE'
   elseif v[2] == 'leased' then
-    redis.call('HSET', h, 'cancel', A[1])
+    redis.call('HSETNX', h, 'cancel', A[1])
     ring_worker(v[4])
     out[#out + 1] = 'ASKED'
   else

@@ -41,8 +41,8 @@ end
 
 -- A group's deadline counts from its first member's start.
 local function start_clock(group)
-  local g = redis.call('HMGET', key('g', group), 'life', 'clock')
-  if not g[1] or g[2] then return end
+  local g = redis.call('HMGET', key('g', group), 'life', 'clock', 'closed')
+  if not g[1] or g[2] or g[3] then return end
   redis.call('HSET', key('g', group), 'clock', whole(now))
   redis.call('ZADD', key('closing'), whole(now + g[1]), group)
 end

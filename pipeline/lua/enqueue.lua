@@ -1,10 +1,30 @@
 -- A task's samples, all or none (a sample that is known, or ended and acked, counts as done already): the group, its task payload, one hash and one ready entry a sample.
 -- A: group, task payload, priority, lane, max_length, first stage, ttl ms or '', deadline ms or '', samples of the group,
 --    handler, scored members with which the group closes or '', samples without the extra ones, ms from its first start to
---    its close or '', rest ('later' or ''), then (id, envelope)...
+--    its close or '', rest ('later' or ''), why it closed before this line lost it or '' (what it has not here was popped),
+--    then (id, envelope)...
 -- -> {'OK', written} | {'FULL', length}; samples that are known (or were acked within the tombstone's life) are skipped.
 local group, fresh = key('g', A[1]), {}
-for i = 15, #A, 2 do
+
+local function closes_as_asked()
+  for name, value in pairs({ wanted = A[11], life = A[13], rest = A[14] }) do
+    if value ~= '' then redis.call('HSET', group, name, value) else redis.call('HDEL', group, name) end
+  end
+end
+
+-- More samples of a group that has not closed: it closes as it is asked to now, and none of its members is spare.
+local function close_anew()
+  closes_as_asked()
+  not_spare(group, A[4], math.huge)
+  if A[13] == '' then redis.call('ZREM', key('closing'), A[1]) end
+  local usable = 0
+  for _, id in ipairs(redis.call('SMEMBERS', key('m', A[1]))) do
+    if redis.call('HGET', key('r', id), 'outcome') == 'scored' then usable = usable + 1 end
+  end
+  redis.call('HSET', group, 'usable', usable)
+end
+
+for i = 16, #A, 2 do
   if redis.call('EXISTS', key('r', A[i])) == 0 and redis.call('EXISTS', key('gone', A[i])) == 0 then fresh[#fresh + 1] = i end
 end
 if #fresh == 0 then return { 'OK', 0 } end
@@ -14,14 +34,15 @@ if max > 0 and live + #fresh > max then return { 'FULL', live } end
 if redis.call('EXISTS', group) == 0 then
   redis.call('HSET', group, 'samples', A[9], 'lane', A[4], 'done', tonumber(A[9]) - #fresh, 'left', 0, 'order',
     whole(redis.call('INCR', key('seq')) - tonumber(A[3]) * 1e9), 'asked', A[12])
-  if A[11] ~= '' then redis.call('HSET', group, 'wanted', A[11]) end
-  if A[13] ~= '' then redis.call('HSET', group, 'life', A[13]) end
-  if A[14] ~= '' then redis.call('HSET', group, 'rest', A[14]) end
+  closes_as_asked()
+  if A[15] ~= '' then redis.call('HSET', group, 'closed', A[15], 'part', 1) end
   redis.call('SET', key('t', A[1]), A[2])
 end
 if tonumber(A[9]) > tonumber(redis.call('HGET', group, 'samples')) then -- the same task again, with more samples
   redis.call('HSET', group, 'samples', A[9], 'asked', A[12])
-  redis.call('ZREM', key('groups', redis.call('HGET', group, 'lane')), A[1])
+  local g = redis.call('HMGET', group, 'lane', 'closed', 'rest')
+  if not g[2] then close_anew() end
+  if not (g[2] and g[3]) then redis.call('ZREM', key('groups', g[1]), A[1]) end -- unless its first part may be popped
 end
 if redis.call('EXISTS', key('t', A[1])) == 0 then redis.call('SET', key('t', A[1]), A[2]) end
 local order = redis.call('HGET', group, 'order')

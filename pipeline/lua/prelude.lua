@@ -207,14 +207,16 @@ local function finish(id, h, outcome, kind, why, stage, dead_seconds)
   local v = redis.call('HMGET', h, 'lane', 'order', 'group')
   redis.call('ZREM', key('due'), id)
   leave_sandbox(h)
-  if outcome ~= 'scored' then not_begun(id, v[1]) end
+  local group = key('g', v[3])
+  -- What ended after its group had closed is for the trainer to take when it likes: nothing new waits for that. It can't be
+  -- popped before the first part is acked, which may itself wait for new groups.
+  if outcome ~= 'scored' or redis.call('HEXISTS', group, 'closed') == 1 then not_begun(id, v[1]) end
   redis.call('HSET', h, 'outcome', outcome, 'ended', whole(now))
   if kind ~= '' then redis.call('HSET', h, 'kind', kind, 'why', why, 'at', stage) end
   if outcome == 'failed' then bury(id, h, stage, dead_seconds) end
   redis.call('HSET', h, 'stage', 'done', 'state', 'ready', 'token', '', 'since', whole(now))
   redis.call('HINCRBY', key('counts'), outcome, 1)
   redis.call('ZADD', key('ready', 'done', v[1]), v[2], id)
-  local group = key('g', v[3])
   local done = redis.call('HINCRBY', group, 'done', 1)
   local g = redis.call('HMGET', group, 'samples', 'wanted', 'closed', 'part')
   if g[4] then redis.call('HSET', h, 'late', 1) end
@@ -244,7 +246,7 @@ function close_group(group, closed, why, dead_seconds)
     local h = key('r', id)
     local v = redis.call('HMGET', h, 'stage', 'state', 'lane', 'owner')
     if v[1] ~= 'done' and v[2] == 'leased' then
-      redis.call('HSET', h, 'cancel', why, 'cut', 1)
+      if redis.call('HSETNX', h, 'cancel', why) == 1 then redis.call('HSET', h, 'cut', 1) end -- the first word counts
       ring_worker(v[4])
     elseif v[1] ~= 'done' then
       no_longer_waits(id, h, v[1], v[3])

@@ -88,7 +88,7 @@ for _, id in ipairs(redis.call('ZRANGEBYSCORE', key('due'), '-inf', now, 'LIMIT'
     local waited = v[4] and tonumber(v[5]) + tonumber(v[4]) <= now
     if v[1] == 'leased' then
       if late then
-        redis.call('HSET', h, 'cancel', 'its deadline passed', 'overdue', '1')
+        if redis.call('HSETNX', h, 'cancel', 'its deadline passed') == 1 then redis.call('HSET', h, 'overdue', '1') end
         ring_worker(v[7])
       elseif v[3] then redis.call('ZADD', key('due'), v[3], id) end
     elseif late or waited then

@@ -155,6 +155,21 @@ async def test_redis_is_full(redis_server: RedisService, caplog: pytest.LogCaptu
 
 
 @pytest.mark.ci
+async def test_a_stream_that_cannot_be_fed_is_told_why(
+    redis_server: RedisService, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with RolloutClient(config=redis_server.config.changed(DEFAULTS)) as client, redis_server.client() as plain:
+        await plain.config_set("maxmemory", 1)
+        asking = asyncio.create_task(anext(client.stream([slow(0.0)], batch=1)))
+        try:
+            await named(caplog, "above memory.high = 0.75: INIT begins nothing and nothing is enqueued", time.time())
+            assert "nothing is in flight" not in caplog.text
+        finally:
+            asking.cancel()
+            await asyncio.wait({asking})
+
+
+@pytest.mark.ci
 async def test_a_bound_that_waits_for_the_trainer_itself(
     redis_service: RedisService, caplog: pytest.LogCaptureFixture
 ) -> None:

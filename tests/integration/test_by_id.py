@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import signal
 
 import pytest
 
@@ -12,7 +14,8 @@ from pipeline.by_id import Waiter
 from pipeline.client import RolloutClient
 from pipeline.config import Config
 from pipeline.envelope import Task
-from pipeline.errors import Incomplete, ServiceError, TaskError
+from pipeline.errors import Incomplete, RedisUnavailable, ServiceError, TaskError
+from pipeline.results import Rollout
 from tests import line
 from tests.integration.crew import configured, serving
 from tests.policies import until
@@ -125,6 +128,59 @@ async def test_what_was_not_acked_is_there_for_the_next(config: Config) -> None:
         await client.close()
         async with RolloutClient(config=config) as again, Waiter(again, "asked") as next_one:
             assert (await next_one.rollout(id, timeout=20)).state["answer"] == "kept"
+
+
+async def test_what_goes_from_the_line_while_it_is_waited_for_is_said(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another consumer acks one; the server loses one that this client did not enqueue. Neither wait hangs."""
+    monkeypatch.setattr("pipeline.by_id.KNOWN_EVERY", 0.1)
+    async with RolloutClient(config=config) as client, RolloutClient(config=config) as other:
+        (taken, lost) = await other.enqueue([echo()], samples=2, lane="asked")
+        await client.cancel([taken])
+        popped = await other.queue.pop("asked", 1, other.name, 60.0)
+        async with Waiter(client, "asked") as waiter:
+            taking = await looked_for(waiter, taken)
+            assert await other.queue.take(popped) == ["OK"]
+            with pytest.raises(ServiceError, match="another consumer of lane 'asked' acked it"):
+                await asyncio.wait_for(taking, 20)
+        async with Waiter(client, "asked") as waiter:
+            losing = await looked_for(waiter, lost)
+            await client.queue.execute("FLUSHALL")
+            with pytest.raises(ServiceError, match="no record of it"):
+                await asyncio.wait_for(losing, 20)
+
+
+async def test_what_was_given_up_while_redis_was_away_is_cancelled_when_it_is_back(redis_server: RedisService) -> None:
+    away = {"redis.socket_timeout": 0.3, "redis.connect_timeout": 0.3, "limits.outage": 0.3}
+    async with RolloutClient(config=redis_server.config.changed(away)) as client, Waiter(client) as waiter:
+        asking = asyncio.create_task(waiter.play(echo()))
+        await until(lambda: line_holds(client, 1))
+        os.kill(redis_server.pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(RedisUnavailable):
+                await asyncio.wait_for(asking, 20)
+        finally:
+            os.kill(redis_server.pid, signal.SIGCONT)
+        await until(lambda: line_holds(client, 0))
+
+
+async def line_holds(client: RolloutClient, count: int) -> bool:
+    try:
+        return await line.count(client.queue, "live") == count
+    except RedisUnavailable:
+        return False
+
+
+async def looked_for(waiter: Waiter, id: str) -> asyncio.Task[Rollout]:
+    """A fresh waiter's first wait, once it has begun to look."""
+    waiting = asyncio.create_task(waiter.rollout(id))
+
+    async def looks() -> bool:
+        return waiter._looking is not None
+
+    await until(looks)
+    return waiting
 
 
 async def line_is_empty(client: RolloutClient) -> bool:

@@ -173,7 +173,16 @@ def test_a_run_is_paused_and_resumed(line: Line) -> None:
     assert line.json("run", "pause")["paused"].startswith("the run of lane train is paused")
     assert line.json("run", "resume") == {"lane": "train", "paused": ""}
     assert "paused" not in line.ok("depth")
+    assert line.json("run", "end") == {"ended": False}
     assert line.call("run", "pause", "--lane", "nope").exit_code == 2
+
+
+def test_pop_takes_all_that_there_is(line: Line) -> None:
+    assert line.ok("pop", "--all") == ""
+    line.ok("enqueue", "-", "--samples", "3", "--unchecked", text=GOOD)
+    line.ok("cancel", "--all")
+    assert len(line.ok("pop", "--all").splitlines()) == 3
+    assert line.call("pop", "3", "--all").exit_code == 2
 
 
 def test_cancel(line: Line) -> None:

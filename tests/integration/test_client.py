@@ -92,6 +92,7 @@ async def test_nothing_in_flight_is_said(config: Config) -> None:
 
 
 async def test_a_failed_member_takes_no_group_down(config: Config, tmp_path: Path) -> None:
+    """H07 (a)."""
     async with RolloutClient(config=config) as client, serving(config):
         await client.enqueue([bad("Merging", tmp_path / "starts")], samples=4)
         await client.enqueue([echo()], samples=4)
@@ -113,7 +114,7 @@ async def test_a_failed_member_takes_no_group_down(config: Config, tmp_path: Pat
 
 @pytest.mark.parametrize("where", ["init", "run"])
 async def test_a_failure_of_the_infrastructure_is_no_reward(config: Config, tmp_path: Path, where: str) -> None:
-    """True rewards 1, 0, 1; the fourth meets a sandbox that does not start, or a policy that is not there."""
+    """H08: true rewards 1, 0, 1; the fourth meets a sandbox that does not start, or a policy that is not there."""
     async with RolloutClient(config=config) as client, serving(config):
         await client.enqueue([bad("Rewarding", tmp_path / "a", text=where)], samples=4)
         await client.enqueue([bad("Rewarding", tmp_path / "b", text=f"{where} all")], samples=4)

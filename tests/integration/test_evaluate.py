@@ -77,14 +77,21 @@ async def test_what_does_not_come_in_time_is_cancelled_and_told(config: Config) 
 
 
 @pytest.mark.ci
-async def test_what_another_consumer_took_away_is_not_waited_for(config: Config) -> None:
+async def test_what_another_consumer_took_away_is_not_waited_for(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with RolloutClient(config=config) as client, serving(config):
-        task = Task(handler="echo", data={"sleep": 0.5})
-        asking = asyncio.create_task(client.evaluate([task], samples=4))
+
+        async def blind(*_: Any) -> list[Any]:
+            return []
+
+        monkeypatch.setattr(client.queue, "pop_ids", blind)  # else one cannot tell who is first
+        asking = asyncio.create_task(client.evaluate([Task(handler="echo")], samples=4))
         taken: list[Any] = []
-        while not taken:  # it polls, so it is quicker than one that waits for a ring
-            taken = await client.queue.pop("eval", 4, "thief", 60.0)
-            await asyncio.sleep(0.001)
+        while len(taken) < 4:
+            taken += await client.queue.pop("eval", 4, "thief", 60.0)
+            await asyncio.sleep(0.01)
         await client.queue.take(taken)
+        monkeypatch.undo()
         with pytest.raises(Incomplete, match=r"were popped and acked by another consumer of lane 'eval'"):
             await asyncio.wait_for(asking, 30)

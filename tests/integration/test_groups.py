@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import random
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from pipeline.audit import audit
@@ -11,9 +18,14 @@ from pipeline.envelope import Task
 from pipeline.errors import TaskError
 from pipeline.groups import GroupPolicy, has_scored, has_spread
 from pipeline.results import Group, Rollout
-from tests import line
+from tests import boxes, line, policies
 from tests.integration.crew import configured, serving
-from tests.services import RedisService
+from tests.services import RedisService, require
+from tests.waiting import sleepers
+from workers.policy.scripted import Running
+from workers.policy.tokenizer import Tokenizer
+
+QUICK_POLICY = {name.replace("__", "."): value for name, value in policies.QUICK_CONFIG.items()}
 
 
 @pytest.fixture
@@ -42,6 +54,42 @@ async def test_a_group_closes_with_the_wanted_number_and_cuts_the_rest(config: C
         assert await line.leftovers(client.queue) == []
 
 
+@pytest.mark.parametrize("driver", ["local", "bubblewrap"])
+async def test_what_is_cut_is_cut_at_once(config: Config, tokens: Tokenizer, tmp_path: Path, driver: str) -> None:
+    """One member waits for a reply, another for a command: the call is aborted, the command and the sandboxes go."""
+    for program in boxes.PROGRAMS[driver]:
+        require(program)
+    with tempfile.TemporaryDirectory(prefix="rs-") as root:
+        config = config.changed({**QUICK_POLICY, "sandbox.driver": driver, "sandbox.root": root, "sandbox.max_live": 4})
+        slow: dict[str, Any] = {"latency_per_token": 0.02, "says": "so far so good " * 500}
+        async with policies.servers(tokens, slow) as (server,), RolloutClient(config=config) as client:
+            await client.register_backend(server.url, tokenizer=str(tokens.name_or_path))
+            async with serving(config) as crew:
+                sleep, go = f"{600 + random.random():.6f}", tmp_path / "go"
+                task = Task(handler="group_handlers:Busy", data={"go": str(go), "sleep": sleep})
+                await client.enqueue([task], samples=1, groups=GroupPolicy(extra=2))
+                await policies.until(lambda: sleepers(sleep) and len(server.engine.calls) == 1 and calls(server) == 3)
+                go.touch()
+                await policies.until(lambda: line.count(client.queue, "scored"))
+                began = time.monotonic()
+                (group,) = await client.pop_groups(1, timeout=20)
+                assert time.monotonic() - began < 5.0
+                assert (len(group.scored), len(group.cut)) == (1, 2)
+                assert all(rollout.sampled == 4 for rollout in group.cut)
+                await policies.until(lambda: not server.engine.calls and not sleepers(sleep))
+                host = crew["init"].hosting.host
+                assert host is not None
+                async with asyncio.timeout(10):
+                    await host.stock.wait_until_empty()
+                await client.ack(group)
+                assert await audit(client.queue) == []
+
+
+def calls(server: Running) -> int:
+    """Calls of `Busy` that have ended."""
+    return int(server.engine.counts["prompt"]) // 40
+
+
 async def test_the_rest_may_go_on_and_come_later_marked_stale(config: Config) -> None:
     async with RolloutClient(config=config) as client, serving(config):
         policy = GroupPolicy(extra=1, rest="later")
@@ -52,6 +100,18 @@ async def test_the_rest_may_go_on_and_come_later_marked_stale(config: Config) ->
         (rest,) = await client.pop_groups(1, timeout=20)
         (late,) = rest.rollouts
         assert (rest.id, rest.late, late.late, late.stale, late.outcome) == (group.id, True, True, True, "scored")
+        await client.ack(rest)
+
+
+async def test_the_rest_is_late_too_after_the_server_came_back_empty(config: Config) -> None:
+    async with RolloutClient(config=config) as client, serving(config):
+        await client.enqueue([uneven(slow=0.5)], samples=2, groups=GroupPolicy(extra=1, rest="later"))
+        (group,) = await client.pop_groups(1, timeout=20)
+        await client.ack(group)
+        await client.queue.execute("FLUSHALL")
+        assert await client.restore() == 1
+        (rest,) = await client.pop_groups(1, timeout=20)
+        assert (rest.id, rest.late, rest.closed, len(rest.scored)) == (group.id, True, "usable", 1)
         await client.ack(rest)
 
 

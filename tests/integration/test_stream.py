@@ -98,12 +98,12 @@ async def test_each_epoch_has_an_order_of_its_own_and_ends(config: Config) -> No
 async def test_a_dataset_is_read_once_and_keeps_its_ids(config: Config) -> None:
     rows = [json.dumps({"handler": "echo", "id": f"row-{n}", "data": {"text": str(n)}}) for n in range(5)]
     async with RolloutClient(config=config) as client, serving(config):
-        stream = client.stream(read_lines(rows, Reader()), batch=2, ahead=1)
+        stream = client.stream(read_lines(rows, Reader()), batch=2, ahead=1, name="s")
         ids = []
         async for groups in stream:
             ids += [group.id for group in groups]
             await client.ack(groups)
-        assert sorted(ids) == [f"row-{n}-0" for n in range(5)]
+        assert sorted(ids) == [f"s-0-{n}-row-{n}" for n in range(5)]
         with pytest.raises(ConfigError, match="the tasks are an iterator, which is read once"):
             client.stream(read_lines(rows, Reader()), batch=2, seed=1)
 
@@ -361,3 +361,140 @@ def test_plain_code_has_the_same_stream(redis_service: RedisService) -> None:
         loop.call_soon_threadsafe(over.set)
         thread.join()
         loop.close()
+
+
+@pytest.mark.parametrize("acked", [False, True])
+async def test_a_lease_that_ran_out_while_the_trainer_was_frozen_does_not_train_twice(
+    config: Config, acked: bool
+) -> None:
+    async with RolloutClient(config=config) as client, serving(config):
+        stream = client.stream(echoes(4), samples=2, batch=2, ahead=0, epochs=1)
+        first = await anext(stream)
+        await line.silence(client.queue, "done", *(rollout.id for group in first for rollout in group.rollouts))
+        await client.queue.tick()
+        if acked:
+            await client.ack(first)  # too late: the line gives them out again
+        seen = texts(first)
+        async for groups in stream:
+            seen += texts(groups)
+            await client.ack(groups)
+        await client.ack(first)
+        assert sorted(seen) == [str(number) for number in range(4)]
+        assert await line.leftovers(client.queue) == []
+
+
+async def test_tasks_that_break_off_are_not_taken_for_tasks_that_are_over(config: Config) -> None:
+    def tasks() -> Iterator[Task]:
+        yield from echoes(3)
+        raise OSError("the disk is gone")
+
+    async with RolloutClient(config=config) as client, serving(config):
+        stream = client.stream(tasks(), batch=1, ahead=0)
+        for _ in range(3):
+            await client.ack(await anext(stream))
+        with pytest.raises(OSError, match="the disk is gone"):
+            await anext(stream)
+        with pytest.raises(ConfigError, match="iterator broke after 3 tasks .OSError: the disk is gone"):
+            await anext(stream)
+        assert stream.state_dict()["cursor"] == [0, 3]
+
+
+async def test_an_end_without_a_batch_is_told(config: Config, caplog: pytest.LogCaptureFixture) -> None:
+    async with RolloutClient(config=config) as client, serving(config):
+        stream = client.stream([valued(-1.0)] * 3, samples=2, batch=4, epochs=1, keep="scored", name="s")
+        assert [groups async for groups in stream] == []
+    assert "the tasks of stream s are over: 0 groups are its last batch; 3 groups were refused by" in caplog.text
+
+
+async def test_two_streams_of_one_lane_are_not_asked_at_once(config: Config) -> None:
+    async with RolloutClient(config=config) as client, serving(config):
+        one, other = (client.stream(echoes(2), batch=1, name=name) for name in ("one", "other"))
+        asking = asyncio.create_task(anext(one))
+        await asyncio.sleep(0)
+        with pytest.raises(
+            ConfigError, match="stream other was asked for a batch of lane 'train' while stream one was"
+        ):
+            await anext(other)
+        await client.ack(await asking)
+        await client.ack(await anext(one))
+
+
+@pytest.mark.ci
+async def test_a_state_goes_on_in_the_process_that_has_the_batch_and_with_more_epochs(config: Config) -> None:
+    async with RolloutClient(config=config) as client, serving(config):
+        stream = client.stream(echoes(2), batch=2, ahead=0, epochs=1)
+        first = await anext(stream)
+        with pytest.raises(StopAsyncIteration):
+            await anext(stream)
+        state = stream.state_dict()
+        assert state["trained"] == sorted(group.id for group in first)
+        for epochs, batches in ((1, 0), (2, 1)):
+            again = client.stream(echoes(2), batch=2, ahead=0, epochs=epochs)
+            again.load_state_dict(state)
+            async with asyncio.timeout(20):
+                found = [groups async for groups in again]
+            assert len(found) == batches
+
+
+@pytest.mark.ci
+async def test_ids_of_any_length_leave_room(config: Config) -> None:
+    tasks = [Task(handler="echo", id="x" * 199 + end) for end in "ab"]
+    async with RolloutClient(config=config) as client, serving(config):
+        stream = client.stream(tasks, batch=2, epochs=1)
+        (groups,) = [groups async for groups in stream]
+        assert {len(group.id) for group in groups} == {len(stream.name) + len("-0-0-") + 60}
+        await client.ack(groups)
+        assert (await client.evaluate([*tasks, *tasks], timeout=20)).scored == 4, "each task is one, whatever its id"
+
+
+@pytest.mark.ci
+async def test_a_group_of_somebody_else_is_told(config: Config, caplog: pytest.LogCaptureFixture) -> None:
+    async with RolloutClient(config=config) as client, serving(config):
+        await client.enqueue([Task(handler="echo", id="left-behind")])
+        stream = client.stream(echoes(1), batch=2, epochs=1, name="s")
+        assert sorted([group.id async for groups in stream for group in groups]) == ["left-behind", "s-0-0"]
+    assert caplog.text.count("which it never fed") == 1
+    assert "stream s was given group left-behind" in caplog.text
+
+
+@pytest.mark.ci
+async def test_two_trainers_of_one_dataset_share_a_line(redis_service: RedisService) -> None:
+    config = configured(redis_service, line__lanes={"train": 1, "other": 1, "eval": 1})
+    tasks = [Task(handler="echo", id="the-same", data={"text": str(number)}) for number in range(4)]
+    async with RolloutClient(config=config) as client, serving(config):
+
+        async def run(lane: str) -> list[str]:
+            seen = []
+            async for groups in client.stream(tasks, batch=2, epochs=1, lane=lane):
+                seen += texts(groups)
+                await client.ack(groups)
+            return sorted(seen)
+
+        async with asyncio.timeout(30):
+            one, other = await asyncio.gather(run("train"), run("other"))
+        assert one == other == ["0", "1", "2", "3"]
+
+
+async def test_what_ran_for_weights_that_were_left_is_not_trained_on(config: Config) -> None:
+    """A life went on from an older checkpoint, ran tasks anew and died; the next one takes the newer checkpoint."""
+    tasks = echoes(3)
+    async with serving(config):
+        async with RolloutClient(config=config) as client:
+            stream = client.stream(tasks, batch=1, ahead=0, epochs=1, name="s")
+            older = stream.state_dict()
+            await client.ack(await anext(stream))
+            newer = stream.state_dict()
+        async with RolloutClient(config=config) as client:
+            stream = client.stream(tasks, batch=1, ahead=0, epochs=1)
+            stream.load_state_dict(older)
+            assert [group.id for group in await anext(stream)] == ["s-0-0~1"]
+        async with RolloutClient(config=config) as client:
+            stream = client.stream(tasks, batch=1, ahead=0, epochs=1)
+            stream.load_state_dict(newer)
+            seen = []
+            async for groups in stream:
+                seen += texts(groups)
+                await client.ack(groups)
+            assert sorted(seen) == ["1", "2"]
+            assert dict(stream.stats.reasons) == {"a task that is trained on already": 1}
+            assert await line.leftovers(client.queue) == []

@@ -160,7 +160,11 @@ async def test_an_evaluation_uses_its_own_lane_and_its_own_number_of_samples(
     evaluating = trainer(3)
     evaluating.model.training = False
     async with scripted_line(config, tokens), rollouts_of(config, tmp_path) as (call, client):
-        rows = await call([*QUESTIONS], evaluating)
+        async with RolloutClient(config=config) as other:
+            asking = asyncio.create_task(other.evaluate([ask(QUESTIONS[0])] * 4, timeout=20))
+            rows = await call([*QUESTIONS], evaluating)
+            assert (await asking).scored == 4, "another evaluation in the lane keeps its rollouts"
+        assert all(id.startswith("trl-") for id in rows["rollout_id"])
         assert len(rows["reward"]) == 2
         assert not client._held, "nothing is trained on: acked at once"
 
@@ -236,3 +240,59 @@ async def test_what_it_can_not_play_for_is_refused(config: Config, tmp_path: Pat
             await call([QUESTIONS[0], QUESTIONS[0], QUESTIONS[1]], trainer())
         with pytest.raises(AdapterError, match="2 prompts that are not 2 equal ones"):
             await call([*QUESTIONS], trainer())
+        with pytest.raises(AdapterError, match="0 prompts that are not 2 equal ones"):
+            await call([], trainer())
+
+
+async def test_weights_that_can_not_be_saved_leave_no_part_and_are_saved_later(
+    config: Config, tokens: tokenizer.Tokenizer, tmp_path: Path
+) -> None:
+    class Full(Model):
+        def save_pretrained(self, folder: Path) -> None:
+            super().save_pretrained(folder)
+            raise OSError(28, "No space left on device")
+
+    full = trainer(1)
+    full.model = Full()
+    async with scripted_line(config, tokens), rollouts_of(config, tmp_path) as (call, _):
+        await call(twice(QUESTIONS[0]), trainer(0))
+        (tmp_path / "unfinished-9").mkdir()  # a killed trainer's
+        with pytest.raises(OSError, match="No space left") as caught:
+            await call(twice(QUESTIONS[0]), full)
+        assert caught.value.__notes__ == [f"the weights of step 1 were being saved to {tmp_path / 'step-1'}"]
+        assert [item.name for item in tmp_path.iterdir()] == ["step-0"], "what is in force stays"
+        assert (await call(twice(QUESTIONS[0]), trainer(1)))["version_min"] == [1, 1]
+
+
+@pytest.mark.ci
+async def test_a_step_without_a_score_is_behind_us_when_the_next_one_asks(
+    config: Config, tokens: tokenizer.Tokenizer, tmp_path: Path
+) -> None:
+    broken = True
+
+    def task_of(question: str) -> Task:
+        return replace(ask(question), sampling={"no_such_setting": 1}) if broken else ask(question)
+
+    async with scripted_line(config, tokens), rollouts_of(config, tmp_path, task_of) as (call, client):
+        with pytest.raises(AdapterError, match="not one of the step's 2 rollouts was scored"):
+            await call(twice(QUESTIONS[0]), trainer(0))
+        broken = False
+        rows = await call(twice(QUESTIONS[0]), trainer(0))
+        assert client._line._client._consumer.held == set(rows["rollout_id"])
+
+
+@pytest.mark.ci
+async def test_each_process_gets_the_rows_of_its_own_prompts_however_many(
+    config: Config, tokens: tokenizer.Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What torch.distributed does is played: `tests/trainers/test_trl.py` has two real processes."""
+    parts = [[*twice(*QUESTIONS), QUESTIONS[0]], [QUESTIONS[0]]]
+    monkeypatch.setattr(trl_rollout, "gathered", lambda _: parts)
+    monkeypatch.setattr(trl_rollout, "on_rank_zero", lambda fetch: fetch())
+    async with scripted_line(config, tokens), rollouts_of(config, tmp_path) as (call, _):
+        for rank, prompts in enumerate(parts):
+            one = trainer(0)
+            one.accelerator.num_processes, one.accelerator.process_index = 2, rank
+            rows = await call(prompts, one)
+            asked = [tokens.decode(ids) for ids in rows["prompt_ids"]]
+            assert all(question in text for question, text in zip(prompts, asked, strict=True))

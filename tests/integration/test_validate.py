@@ -155,6 +155,18 @@ def test_the_right_answers_of_math_pass_in_child_processes(here: Path) -> None:
     assert result.stdout.splitlines()[-1].endswith("3 ok")
 
 
+def test_the_right_answers_of_the_training_example_pass(here: Path) -> None:
+    """They are capital letters and nothing else, so a sentence around them would not be one."""
+    example = Path(__file__).parents[2] / "docs" / "examples" / "trl_grpo"
+    result = CliRunner().invoke(
+        rollout,
+        ["--config", str(example / "config.yaml"), "task", "validate", "-", "--handler", "family:Capitals"],
+        input='{"word": "apple"}\n{"word": "bridge"}\n',
+    )
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines()[-1].endswith("2 ok")
+
+
 @pytest.mark.parametrize(
     ("parts", "says", "code"),
     [

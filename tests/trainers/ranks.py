@@ -1,7 +1,7 @@
 """One rank of a trainer of two processes: `ranks.py RANK FOLDER CASE`. Prints what `on_rank_zero` gave it, as JSON.
 
 CASE: "result" (a group with arrays, after a wait), "error" (Incomplete on rank 0), "unsendable", "dies" (rank 0 is
-killed while it fetches).
+killed while it fetches), "other dies" and "other is late" (rank 1, before it asks).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def group(name: str, tokens: int) -> Group:
 
 def fetch(case: str) -> object:
     assert dist.get_rank() == 0, "only rank 0 pops"
-    if case == "result":
+    if case in ("result", "other dies", "other is late"):
         time.sleep(WAIT)
         return [group("a", 8), group("b", 4), group("c", 4)]
     if case == "error":
@@ -55,6 +55,10 @@ def main(rank: int, folder: str, case: str) -> dict[str, object]:
         "gloo", init_method=(Path(folder) / "meeting").as_uri(), rank=rank, world_size=2, timeout=timedelta(seconds=2)
     )
     began = time.monotonic()
+    if rank == 1 and case == "other dies":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 1 and case == "other is late":
+        time.sleep(WAIT + 3.0)
     try:
         found = on_rank_zero(lambda: fetch(case), word_every=0.5)
     except LineError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import tracemalloc
 from dataclasses import fields, replace
@@ -156,6 +157,16 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
         with pytest.raises(AdapterError, match=r"rollout g1\.0 has token id 2147483660, beyond int32"):
             write([G2, Group("g1", (broken,))], tmp_path / name)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("write", [export.write_jsonl, export.write_parquet])
+def test_what_is_no_file_is_not_replaced(write: Any, tmp_path: Path) -> None:
+    """A device or a pipe by that name would be gone."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(AdapterError, match="is no plain file"):
+        write([], pipe)
+    assert pipe.is_fifo()
 
 
 def test_what_is_no_export_is_named(tmp_path: Path) -> None:

@@ -255,6 +255,15 @@ def test_a_group_of_more_members_gives_the_scored_ones_first() -> None:
     assert [len(inner) for inner in slime.to_samples([group], samples=4)] == [4]
 
 
+def test_a_late_rest_has_no_advantage_of_its_own() -> None:
+    """The mean of what ended late is not the group's: the long ones would be measured by the long ones alone."""
+    late = replace(G1, late=True)
+    with pytest.raises(AdapterError, match="group g1 is the late rest of one that had closed"):
+        prime_rl.training_samples([late])
+    known = prime_rl.training_samples([late], advantage=lambda group, rollout: float(rollout.reward or 0.0) - 0.5)
+    assert len(known) == len(prime_rl.training_samples([G1]))
+
+
 def test_a_group_of_too_few_members_is_refused() -> None:
     with pytest.raises(AdapterError, match=r"group g1 has 4 members, and this trainer counts on 8 a group"):
         members(G1, 8)

@@ -192,7 +192,7 @@ async def test_why_a_rollout_waits_names_the_bound(queue: Queue) -> None:
     depths = await depth(queue)
     assert (depths["init"]["weights"], depths["run"]["weights"]) == ({"train": 1, "eval": 0}, {"train": 0, "eval": 0})
     why = (await why_missing(queue, "train", ids))[ids[1]]
-    assert why == "waits 0 s in init for weights: 1 of 1 rollouts are begun and not acked"
+    assert why.startswith("waits 0 s in init for weights: 1 of 1 rollouts are begun and not acked")
 
 
 # -- the model: what may be begun, whatever happened before -----------------------------------------------------------
@@ -327,3 +327,14 @@ def test_never_more_than_the_bound_and_never_stuck(moves: list[str], batch: int,
             await trial.drain()
 
     asyncio.run(trial())
+
+
+async def test_a_run_that_is_over_bounds_nothing_and_only_its_owner_or_a_person_ends_it(queue: Queue) -> None:
+    backends = Backends(queue)
+    await backends.start(1, "", batch=2, max_staleness=0, lane="train", owner="a")
+    await singles(queue, 5)
+    assert await claimed(queue) == 2
+    assert not await backends.end_run("b") and await claimed(queue) == 0
+    assert "in the run that a started" in str(await admission(queue))
+    assert await backends.end_run("a") and await claimed(queue) == 3
+    assert not await backends.end_run()

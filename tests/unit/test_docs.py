@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import re
 import runpy
 import shlex
+import textwrap
 from pathlib import Path
 
 import click
@@ -14,8 +17,9 @@ from pipeline import audit
 from workers.cli.app import rollout
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
-LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]+)(#[^)]*)?\)")
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
+NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]*)(?:#([^)]*))?\)")
 KEYS = runpy.run_path(str(ROOT / ".ci" / "keys_page.py"))
 QUEUE = (ROOT / "pipeline" / "queue.py").read_text(encoding="utf-8")
 
@@ -25,8 +29,8 @@ def text(name: str) -> str:
 
 
 def shell_lines(page: str) -> list[str]:
-    """The commands in a page's sh blocks."""
-    blocks = re.findall(r"```sh\n(.*?)```", page, re.DOTALL)
+    """The commands in a page's sh blocks, each on one line."""
+    blocks = re.findall(r"```sh\n(.*?)```", page.replace("\\\n", " "), re.DOTALL)
     return [
         line.strip() for block in blocks for line in block.splitlines() if line.strip() and not line.startswith("#")
     ]
@@ -39,11 +43,40 @@ def all_commands(group: click.Group, before: str = "rollout") -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_resolve(page: Path) -> None:
-    targets = [link for link, _ in LINK.findall(page.read_text(encoding="utf-8")) if "://" not in link]
-    missing = [target for target in targets if not (page.parent / target).exists()]
+def anchors(page: Path) -> set[str]:
+    """Of its headings, as GitHub makes them."""
+    heads = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_links_resolve(name: str) -> None:
+    page = ROOT / name
+    links = [(link, at) for link, at in LINK.findall(page.read_text(encoding="utf-8")) if "://" not in link]
+    missing = [link for link, _ in links if link and not (page.parent / link).exists()]
     assert missing == []
+    wrong = [f"{link}#{at}" for link, at in links if at and at not in anchors(page.parent / link if link else page)]
+    assert wrong == []
+
+
+def imported(page: str) -> set[tuple[str, str]]:
+    """(module, name) of what a page's Python takes from the line."""
+    flags = ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    nodes = [node for block in blocks for node in ast.walk(compile(textwrap.dedent(block), "page", "exec", flags))]
+    taken = [node for node in nodes if isinstance(node, ast.ImportFrom)]
+    return {
+        (node.module, alias.name)
+        for node in taken
+        if node.module and node.module.partition(".")[0] in ("pipeline", "workers", "handlers")
+        for alias in node.names
+    }
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if "```python" in text(name)])
+def test_what_the_docs_import_is_there(name: str) -> None:
+    found = imported(text(name))
+    assert [f"{module}.{taken}" for module, taken in found if not hasattr(importlib.import_module(module), taken)] == []
 
 
 @pytest.mark.parametrize("command", all_commands(rollout))
@@ -51,13 +84,16 @@ def test_every_command_stands_in_the_docs(command: str) -> None:
     assert f"| `{command}" in text("docs/operate.md")
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/operate.md", "docs/add-a-handler.md"])
+@pytest.mark.parametrize("page", [name for name in NAMES if "```sh" in text(name)])
 def test_commands_in_the_docs_exist_with_their_options(page: str) -> None:
     """Each `rollout ...` in a block of commands parses: right words, right options."""
     for line in shell_lines(text(page)):
-        words = shlex.split(line.removesuffix("&"))
+        words = shlex.split(line.removesuffix("&"), comments=True)
+        while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+            words = words[1:]
         if not words or words[0] != "rollout":
             continue
+        words = words[: words.index("--")] if "--" in words else words
         group: click.Command = rollout
         words = words[1:]
         while isinstance(group, click.Group):

@@ -40,8 +40,11 @@ def test_ids_name_stream_epoch_position_and_try() -> None:
         "s-4-1",
         "s-0-2~1",
     ]
+    assert [feed.spot_of(id) for id in ("s-0-2", "s-4-1~3", "s-4-1-a~b-2~3", "t-0-2", "s2-0-2")] == [
+        Spot(0, 2), Spot(4, 1, 3), Spot(4, 1, 3), None, None,
+    ]  # fmt: skip
     own = Feed(tasks(1, id="row"), "s", None, None)
-    assert own.task(Spot(2, 0)).id == "row-2"
+    assert own.task(Spot(2, 0)).id == "s-2-0-row"
 
 
 def test_epochs_follow_one_another_and_end() -> None:
@@ -79,6 +82,11 @@ def test_what_cannot_be_meant_is_said(given: Any, seed: int | None, epochs: int 
         Feed(given, "s", seed, epochs)
 
 
+def test_a_name_leaves_room_for_what_follows() -> None:
+    with pytest.raises(ConfigError, match="it has at most 100 printable characters"):
+        Feed(tasks(2), "s" * 101, None, None)
+
+
 def test_a_dataset_of_another_library_needs_no_base_class() -> None:
     class Rows:
         def __len__(self) -> int:
@@ -92,8 +100,8 @@ def test_a_dataset_of_another_library_needs_no_base_class() -> None:
 
 def state(**changes: Any) -> dict[str, Any]:
     about: dict[str, Any] = {
-        "name": "s", "seed": 1, "samples": 4, "length": 3, "cursor": Spot(1, 2), "in_flight": [Spot(1, 0), Spot(0, 2, 1)],
-        "trained": {"b", "a"}, "early": {"c"}, "read": 0,
+        "name": "s", "seed": 1, "samples": 4, "length": 3, "epochs": 5, "cursor": Spot(1, 2),
+        "in_flight": [Spot(1, 0), Spot(0, 2, 1)], "trained": {"b", "a"}, "early": {"c"}, "read": 0,
     }  # fmt: skip
     return StreamState(**about).to_map() | changes
 
@@ -102,7 +110,8 @@ def test_a_state_survives_json() -> None:
     found = StreamState.of(json.loads(json.dumps(state())))
     assert (found.cursor, found.in_flight) == (Spot(1, 2), [Spot(0, 2, 1), Spot(1, 0)])
     assert (found.trained, found.early) == (["a", "b"], ["c"])
-    assert StreamState.of(state(cursor=None)).cursor is None
+    assert StreamState.of(state(cursor=None)).cursor == Spot(5, 0), "all five epochs are over; a sixth may follow"
+    assert StreamState.of(state(cursor=None, length=None)).cursor is None
     found.check(Feed(tasks(3), "t", 1, None), 4)
 
 

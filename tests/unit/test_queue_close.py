@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -185,6 +186,55 @@ async def test_what_goes_on_past_the_close_is_not_spare(queue: Queue) -> None:
     assert await audit(queue) == []
 
 
+async def test_a_rest_that_waits_behind_a_held_first_part_keeps_nothing_from_beginning(queue: Queue) -> None:
+    """The trainer holds the first part and waits for another group: the rest, not yet to be had, takes no place."""
+    await bounded(queue, 2)
+    await line.put(queue, "a", 4, asked=2, wanted=2, rest="later")
+    await line.put(queue, "b", 2)
+    claims = await start(queue, "a", 4)
+    await score(queue, *claims[:2])
+    first = (await popped(queue))["a"]
+    await score(queue, *claims[2:])
+    assert await popped(queue) == {} and await begun(queue, "train") == 2
+    await queue.execute("HINCRBY", queue.key("policy"), "updates", 1)
+    assert {claim.id for claim in await queue.claim("init", 99, "w")} == {"b.0", "b.1"}
+    await queue.take(first)
+    await queue.take((await popped(queue))["a"])
+    assert await queue.execute("HGET", queue.key("policy"), "popped") == b"4"
+    assert await audit(queue) == []
+
+
+async def test_of_two_words_that_end_a_rollout_the_first_counts(queue: Queue) -> None:
+    """Cut by the close and then cancelled by hand, by hand and then cut, and cut before its deadline passed."""
+    await line.put(queue, "g", 4, asked=1, wanted=1)
+    one, by_hand, cut, overdue = await start(queue, "g", 4)
+    await queue.cancel([by_hand.id], "by hand")
+    await score(queue, one)
+    await queue.cancel([cut.id], "by hand")
+    await queue.execute("HSET", queue.key("r", overdue.id), "deadline", 1)
+    await queue.execute("ZADD", queue.key("due"), 1, overdue.id)
+    await queue.tick()
+    for claim in (by_hand, cut, overdue):
+        assert await line.give_up(queue, claim, "run", "back") == "CANCELLED"
+    closed, why = ("cancelled", "closed"), "its group had its 1 scored members without it"
+    assert await outcomes(queue, by_hand.id, cut.id, overdue.id) == [("cancelled", "cancelled"), closed, closed]
+    assert [await line.field(queue, item.id, "why") for item in (by_hand, cut, overdue)] == ["by hand", why, why]
+
+
+async def test_the_rest_of_a_group_that_the_server_lost_is_late_again(queue: Queue) -> None:
+    """Members 0 and 1 were popped before the server came back empty; the client enqueues the others again."""
+    await line.put(queue, "g", 4, asked=2, wanted=2, life=500.0, rest="later", only=(2, 3), closed="usable")
+    claims = await start(queue, "g", 2)
+    assert await queue.execute("ZCARD", queue.key("closing")) == 0, "it has closed already"
+    await score(queue, claims[0])
+    assert await popped(queue) == {}
+    await score(queue, claims[1])
+    rest = (await popped(queue))["g"]
+    assert [await line.field(queue, item.id, "late") for item in rest] == ["1", "1"]
+    await queue.take(rest)
+    await clean(queue)
+
+
 async def test_of_a_paused_lane_nothing_new_begins_and_begun_groups_end(queue: Queue) -> None:
     await line.put(queue, "a", 3)
     await line.put(queue, "b", 2)
@@ -208,6 +258,31 @@ async def test_enqueue_sent_again_changes_nothing(queue: Queue, rest: str) -> No
     assert await line.count(queue, "enqueued") == 3
 
 
+async def test_a_group_that_is_enqueued_again_with_more_samples_closes_as_it_was_last_asked_to(queue: Queue) -> None:
+    await bounded(queue, 9)
+    await line.put(queue, "g", 3, asked=2, wanted=2, life=500.0)
+    claims = await start(queue, "g", 3)
+    await score(queue, claims[0])
+    assert await begun(queue, "train") == 2
+    await line.put(queue, "g", 4, asked=4)
+    assert await begun(queue, "train") == 4 and await queue.execute("ZCARD", queue.key("closing")) == 0
+    await score(queue, claims[1], claims[2])
+    assert await popped(queue) == {}, "it waits for all four now"
+    await line.put(queue, "g", 6, asked=5, wanted=5)
+    claims = await start(queue, "g", 3)
+    await score(queue, claims[0])
+    assert await popped(queue) == {}
+    await score(queue, claims[1])
+    assert await line.give_up(queue, claims[2], "run", "back") == "CANCELLED"
+    members = (await popped(queue))["g"]
+    assert (
+        sorted(await outcomes(queue, *(item.id for item in members)))
+        == [("cancelled", "closed")] + [("scored", "")] * 5
+    )
+    await queue.take(members)
+    await clean(queue)
+
+
 async def test_whatever_happens_in_whatever_order_each_member_ends_once(queue: Queue) -> None:
     """Random work on groups that close in every way: the line stays sound, and all of it comes out exactly once."""
     chance = random.Random(7)
@@ -217,7 +292,7 @@ async def test_whatever_happens_in_whatever_order_each_member_ends_once(queue: Q
     for name in range(12):
         asked = chance.randint(1, 3)
         extra = chance.randint(0, 2)
-        about = {"wanted": chance.choice([0, asked]), "rest": chance.choice(["cancel", "later"])}
+        about: dict[str, Any] = {"wanted": chance.choice([0, asked]), "rest": chance.choice(["cancel", "later"])}
         life = chance.choice([0.0, 500.0])
         ids += await line.put(queue, f"g{name}", asked + extra, asked=asked, life=life, **about)
     held: dict[str, list[Claim]] = {"init": [], "run": [], "eval": []}

@@ -157,15 +157,13 @@ def located(config: Config) -> Config:
 
     Raises RedisUnavailable: a command that looks at the line never starts a Redis of its own.
     """
-    if config.redis.url:
-        return config
-    state = server.find(config)
-    if state is None:
+    config = server.located(config)
+    if not config.redis.url:
         raise RedisUnavailable(
             "no Redis: redis.url is empty and no private server runs. Start one with `rollout redis start`, or set "
             "redis.url (in config.yaml, by --set redis.url=... or by ROLLOUT_REDIS__URL)"
         )
-    return config.changed({"redis.url": state.url, "redis.password_file": state.password_file})
+    return config
 
 
 @asynccontextmanager

@@ -16,12 +16,15 @@ from pipeline.results import Rollout
 from workers import interrupt
 from workers.cli.base import Command, check_lane, complain, located, settings
 
+PAGE = 200
+"""Rollouts, or groups, that --all takes in one go."""
 LISTED = 20
 """Rollouts that are named when less came than was asked for."""
 
 
 @click.command(cls=Command)
-@click.argument("n", default=1, type=click.IntRange(min=1))
+@click.argument("n", required=False, type=click.IntRange(min=1))
+@click.option("--all", "everything", is_flag=True, help="All that have ended by now, instead of N; waits for nothing.")
 @click.option("--lane", default="train", show_default=True)
 @click.option(
     "--timeout",
@@ -37,34 +40,47 @@ LISTED = 20
 @click.option("--json", "as_json", is_flag=True, help="For machines (always so).")
 @click.pass_context
 def pop(
-    ctx: click.Context, n: int, lane: str, timeout: float, groups: bool, arrays: bool, no_ack: bool, as_json: bool
-) -> None:
-    """Take N finished rollouts, oldest group first, and print each as a JSON line.
+    ctx: click.Context, n: int | None, everything: bool, lane: str, timeout: float, groups: bool, arrays: bool,
+    no_ack: bool, as_json: bool,
+) -> None:  # fmt: skip
+    """Take N finished rollouts (default: 1), oldest group first, and print each as a JSON line.
 
     Each is acknowledged after its line was written; one whose line was not goes back to the line. Exit 1 when less
     than N came in time: what came is printed and acknowledged all the same.
     """
     del as_json
+    if everything and n is not None:
+        raise click.UsageError("say N or --all")
     settings(ctx).logs()
-    ctx.exit(interrupt.run(_pop(located(settings(ctx).config()), n, lane, timeout, groups, arrays, no_ack)))
-
-
-async def _pop(config: Config, n: int, lane: str, timeout: float, groups: bool, arrays: bool, no_ack: bool) -> int:
+    config = located(settings(ctx).config())
     check_lane(config, lane)
+    wanted = None if everything else n or 1
+    ctx.exit(interrupt.run(_pop(config, wanted, lane, 0.0 if everything else timeout, groups, arrays, no_ack)))
+
+
+async def _pop(
+    config: Config, n: int | None, lane: str, timeout: float, groups: bool, arrays: bool, no_ack: bool
+) -> int:
+    """The exit code. Without `n`, page after page of what is there."""
     async with RolloutClient(config=config) as client:
-        missing = None
-        try:
-            popped: Any = await (client.pop_groups if groups else client.pop)(n, timeout, lane)
-        except Incomplete as error:
-            popped, missing = error.batch, _told(error, lane)
-        for rollout in _each(popped):
-            sys.stdout.write(json.dumps(record(rollout, arrays), ensure_ascii=False) + "\n")
-            sys.stdout.flush()
-            if not no_ack:
-                await client.ack(rollout)
-    if missing:
-        complain(missing)
-    return 1 if missing else 0
+        pop: Any = client.pop_groups if groups else client.pop
+        while True:
+            missing = None
+            try:
+                popped = await pop(n or PAGE, timeout, lane)
+            except Incomplete as error:
+                popped, missing = error.batch, _told(error, lane)
+            for rollout in _each(popped):
+                sys.stdout.write(json.dumps(record(rollout, arrays), ensure_ascii=False) + "\n")
+                sys.stdout.flush()
+                if not no_ack:
+                    await client.ack(rollout)
+            if n is not None or missing:
+                break
+    if n is None or not missing:
+        return 0
+    complain(missing)
+    return 1
 
 
 def _told(error: Incomplete, lane: str) -> str:

@@ -1,10 +1,11 @@
-"""`rollout run pause` and `resume`: nothing new of a lane begins, what has begun goes on to its end."""
+"""`rollout run pause`, `resume` and `end`: whether new rollouts of a lane may begin."""
 
 from __future__ import annotations
 
 import click
 
 from pipeline import inspect
+from pipeline.backends import Backends
 from pipeline.config import Config
 from workers import interrupt
 from workers.cli.base import Command, Group, check_lane, json_option, line, say, settings
@@ -14,7 +15,7 @@ lane_option = click.option("--lane", default="train", show_default=True, metavar
 
 @click.group(cls=Group)
 def run() -> None:
-    """Pause and resume a run: a whole lane of the line."""
+    """Pause, resume and end a run: a whole lane of the line."""
 
 
 @run.command(cls=Command)
@@ -34,6 +35,24 @@ def pause(ctx: click.Context, lane: str, why: str, as_json: bool) -> None:
 def resume(ctx: click.Context, lane: str, as_json: bool) -> None:
     """Let rollouts begin again."""
     _change(ctx, lane, None, as_json)
+
+
+@run.command(cls=Command)
+@json_option
+@click.pass_context
+def end(ctx: click.Context, as_json: bool) -> None:
+    """End the run that a trainer started and left: it bounds new rollouts no longer."""
+    settings(ctx).logs()
+    ended = interrupt.run(_ended(settings(ctx).config()))
+    if as_json:
+        say({"ended": ended})
+    else:
+        click.echo("the run is over: it bounds nothing any more" if ended else "there is no run")
+
+
+async def _ended(config: Config) -> bool:
+    async with line(config) as queue:
+        return await Backends(queue).end_run()
 
 
 def _change(ctx: click.Context, lane: str, why: str | None, as_json: bool) -> None:

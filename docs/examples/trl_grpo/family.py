@@ -9,7 +9,7 @@ from __future__ import annotations
 from pydantic import BaseModel
 
 from handlers.turns import Turns
-from pipeline.interfaces import Context
+from pipeline.interfaces import Context, Message
 
 
 class Capitals(Turns):
@@ -25,5 +25,5 @@ class Capitals(Turns):
         said = "".join(ctx.answer.split())
         return sum(map(str.isupper, said)) / len(said) if said else 0.0
 
-    def gold(self, task: Task) -> str:
-        return task.word.upper()
+    def gold(self, task: Task) -> list[Message]:
+        return [{"role": "assistant", "content": task.word.upper()}]  # a message: a text would be said in a sentence

@@ -34,13 +34,14 @@ def main() -> None:
     config = GRPOConfig(
         output_dir=str(args.out / "trainer"), max_steps=args.steps, seed=args.seed, learning_rate=args.learning_rate,
         num_generations=16, per_device_train_batch_size=args.batch, temperature=1.0, weight_decay=0.0,
-        save_strategy="no", logging_strategy="no", report_to="none", disable_tqdm=True, bf16=False,
+        save_strategy="no", logging_strategy="no", report_to="none", disable_tqdm=True, bf16=args.dtype == "bfloat16",
         use_cpu=not torch.cuda.is_available(),
     )  # fmt: skip
     record = Record(args.out, config)
-    with LineRollouts(task_of, weights=args.out / "weights", config=load(args.config), told=record) as rollouts:
+    about = {"weights": args.out / "weights", "config": load(args.config), "compared": args.compared, "told": record}
+    with LineRollouts(task_of, **about) as rollouts:
         trainer = GRPOTrainer(
-            model=AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32),
+            model=AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype)),
             processing_class=AutoTokenizer.from_pretrained(args.model),
             reward_funcs=rollout_reward,
             rollout_func=rollouts,
@@ -59,7 +60,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="folder for weights, steps.jsonl, training.png")
     parser.add_argument("--steps", type=int, default=40, help="optimiser steps")
     parser.add_argument("--batch", type=int, default=32, help="rollouts of one step of one process")
-    parser.add_argument("--learning-rate", type=float, default=1.5e-2)
+    parser.add_argument("--learning-rate", type=float, default=1.5e-2, help="for the tiny model; others: 1e-6")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights")
+    parser.add_argument("--compared", type=int, help="rollouts of a step whose logprob gap is computed (default: all)")
     parser.add_argument("--seed", type=int, default=0, help="of the trainer; the policy server draws its own lots")
     return parser.parse_args()
 

@@ -1,0 +1,27 @@
+"""What is told as a trouble of a lane, and what is not."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeline import trouble
+from pipeline.queue import Queue
+from tests import line
+
+
+async def test_what_is_at_work_is_found_among_many_of_another_lane(queue: Queue) -> None:
+    """It would be said that nothing is in flight while the last long ones of a batch play."""
+    evaluated = trouble.PAGE + 20
+    await line.put(queue, "e", samples=evaluated, lane="eval")
+    await queue.claim("init", evaluated, "w")
+    assert not await trouble._has_working(queue, "init", "train")
+    await line.put(queue, "t", lane="train")
+    await queue.claim("init", 1, "w")
+    assert await trouble._has_working(queue, "init", "train")
+
+
+async def test_too_many_to_be_looked_at_are_no_trouble(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trouble, "PAGES", 1)
+    await line.put(queue, "e", samples=trouble.PAGE, lane="eval")
+    await queue.claim("init", trouble.PAGE, "w")
+    assert await trouble._has_working(queue, "init", "train")
