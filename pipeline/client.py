@@ -111,9 +111,9 @@ class RolloutClient:
     ) -> list[str]:
         """Enqueue each task's `samples`, all or none of a task; returns the rollouts' ids, task by task.
 
-        The same task id enqueued again changes nothing; with more samples, a group that has not closed grows, and closes
-        as last asked. Higher `priority` goes first. `groups`: how they close, and how
-        many extra samples are started for that (None: as the settings say; in the lane eval they are always whole).
+        The same task id enqueued again changes nothing; with more samples, a group that has not closed grows, and
+        closes as last asked. Higher `priority` goes first. `groups`: how they close, and how many extra samples are
+        started for that (None: as the settings say; in the lane eval they are always whole).
         Raises TaskError with nothing enqueued, and QueueFull or MemoryHigh (after `wait` seconds of trying): the tasks
         before the refused one are in, the refused one is not.
         """
