@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from pipeline.audit_reads import lossy_text, portions, read_pages, read_together
 from pipeline.envelope import WORKING
 from pipeline.queue import Queue
 
-PAGE = 200
 MOST = 100
 """Findings that are listed; the rest is counted."""
 
@@ -66,7 +65,7 @@ async def _scan(queue: Queue) -> Found:
     while True:
         cursor, keys = await queue.execute("SCAN", cursor, "MATCH", f"{queue.prefix}:*", "COUNT", 1000)
         for key in keys:
-            _sort(found, _text(key)[len(queue.prefix) + 1 :])
+            _sort(found, lossy_text(key)[len(queue.prefix) + 1 :])
         if int(cursor) == 0:
             return found
 
@@ -108,32 +107,24 @@ async def _members(queue: Queue, found: Found) -> None:
     names += [("place", lane) for lane in sorted(found.lanes)]
     names += [(state, stage) for state in ("lease", "delayed") for stage in STAGES] + [("due",)]
     for name in names:
-        async for page in _pages(queue, "ZSCAN", queue.key(*name)):
+        async for page in read_pages(queue, "ZSCAN", queue.key(*name)):
             found.ids.update(page[::2])
     for lane in sorted(found.lanes):
-        async for page in _pages(queue, "SSCAN", queue.key("started", lane)):
+        async for page in read_pages(queue, "SSCAN", queue.key("started", lane)):
             found.ids.update(page)
-
-
-async def _pages(queue: Queue, command: str, key: str) -> AsyncIterator[list[str]]:
-    cursor: Any = b"0"
-    while True:
-        cursor, items = await queue.execute(command, key, cursor, "COUNT", 1000)
-        flat = [part for item in items for part in (item if isinstance(item, list | tuple) else (item,))]
-        yield [_text(item) for item in flat]
-        if int(cursor) == 0:
-            return
 
 
 async def _rollouts(queue: Queue, found: Found) -> list[str]:
     """Each rollout in exactly one set, the one that its hash names; its owner, payload and group there."""
     lanes = sorted(found.lanes)
     findings: list[str] = []
-    for page in _split(sorted(found.ids)):
+    for page in portions(sorted(found.ids)):
         flat = await queue.outlast(
             lambda page=page: queue.pipe.script("audit", queue.prefix, len(lanes), *lanes, *page)  # type: ignore[misc]
         )
-        findings.extend(f"rollout {_text(id)} {_text(what)}" for id, what in zip(flat[::2], flat[1::2], strict=True))
+        findings.extend(
+            f"rollout {lossy_text(id)} {lossy_text(what)}" for id, what in zip(flat[::2], flat[1::2], strict=True)
+        )
     return findings
 
 
@@ -142,13 +133,13 @@ async def _owners(queue: Queue, found: Found) -> list[str]:
     findings = []
     for owner in found.owners:
         own = queue.key("own", owner)
-        async for ids in _pages(queue, "SSCAN", own):
-            replies = await _pairs(
+        async for ids in read_pages(queue, "SSCAN", own):
+            replies = await read_together(
                 queue, [(("SISMEMBER", own, id), ("HMGET", queue.key("r", id), "owner", "state")) for id in ids]
             )
             for id, (there, (named, state)) in zip(ids, replies, strict=True):
-                if there and (_text(named or b"") != owner or state != b"leased"):
-                    says = f"{_text(named or b'nobody')} ({_text(state or b'gone')})"
+                if there and (lossy_text(named or b"") != owner or state != b"leased"):
+                    says = f"{lossy_text(named or b'nobody')} ({lossy_text(state or b'gone')})"
                     findings.append(f"worker {owner} is said to own {id}, whose hash names {says}")
     return findings
 
@@ -158,11 +149,11 @@ async def _payloads(queue: Queue, found: Found) -> list[str]:
     looks = [
         (("TTL", queue.key("p", id, token)), ("HGET", queue.key("r", id), "payload")) for id, token in found.payloads
     ]
-    replies = await _pairs(queue, looks)
+    replies = await read_together(queue, looks)
     return [
         f"payload p:{id}:{token} has neither an expiry nor an owner"
         for (id, token), (life, named) in zip(found.payloads, replies, strict=True)
-        if life == -1 and _text(named or b"") != token
+        if life == -1 and lossy_text(named or b"") != token
     ]
 
 
@@ -178,7 +169,7 @@ async def _groups(queue: Queue, found: Found) -> list[str]:
         for name in groups
     ]
     findings = []
-    for name, (life, (left, samples, done), members) in zip(groups, await _pairs(queue, looks), strict=True):
+    for name, (life, (left, samples, done), members) in zip(groups, await read_together(queue, looks), strict=True):
         if samples is None:
             if life == -1:
                 findings.append(f"task t:{name} has neither an expiry nor a group")
@@ -199,11 +190,13 @@ async def _complete(queue: Queue, found: Found) -> list[str]:
     findings = []
     for lane in sorted(found.lanes):
         ready = queue.key("groups", lane)
-        async for page in _pages(queue, "ZSCAN", ready):
+        async for page in read_pages(queue, "ZSCAN", ready):
             names = page[::2]
             about = ("done", "samples", "closed", "rest")
             looks = [(("ZSCORE", ready, name), ("HMGET", queue.key("g", name), *about)) for name in names]
-            for name, (there, (done, samples, closed, rest)) in zip(names, await _pairs(queue, looks), strict=True):
+            for name, (there, (done, samples, closed, rest)) in zip(
+                names, await read_together(queue, looks), strict=True
+            ):
                 parted = closed and rest == b"later"
                 if there is not None and samples is not None and done != samples and not parted:
                     findings.append(f"group {name} stands as complete with {int(done)} of {int(samples)} samples done")
@@ -214,12 +207,12 @@ async def _spare(queue: Queue, found: Found) -> list[str]:
     """The members that begun groups will not need are counted by lane: as many as the groups say, in one step."""
     names = sorted(found.groups)
     look = (("HGETALL", queue.key("spare")), *(("HMGET", queue.key("g", name), "lane", "spare") for name in names))
-    ((counted, *groups),) = await _pairs(queue, [look])
+    ((counted, *groups),) = await read_together(queue, [look])
     pairs = counted.items() if isinstance(counted, dict) else zip(counted[::2], counted[1::2], strict=True)
-    wanted = {_text(lane): int(count) for lane, count in pairs}
+    wanted = {lossy_text(lane): int(count) for lane, count in pairs}
     summed: Counter[str] = Counter()
     for lane, spare in groups:
-        summed[_text(lane or b"")] += int(spare or 0)
+        summed[lossy_text(lane or b"")] += int(spare or 0)
     return [
         f"lane {lane} counts {wanted.get(lane, 0)} spare members, its groups {summed[lane]}"
         for lane in sorted(wanted.keys() | summed.keys())
@@ -249,7 +242,7 @@ async def _counters(queue: Queue, found: Found) -> list[str]:
     sets = _waiting(queue, sorted(found.lanes))
     sets += [queue.key(state, stage) for state in ("lease", "delayed") for stage in STAGES]
     commands = [("HMGET", queue.key("counts"), "enqueued", "live", "acked"), *(("ZCARD", name) for name in sets)]
-    ((numbers, *sizes),) = await _pairs(queue, [tuple(commands)])
+    ((numbers, *sizes),) = await read_together(queue, [tuple(commands)])
     enqueued, live, acked = (int(number or 0) for number in numbers)
     findings = []
     if enqueued != live + acked:
@@ -266,12 +259,12 @@ async def _backends(queue: Queue, found: Found) -> list[str]:
         return queue.key("other", policy, *parts) if policy else queue.key(*parts)
 
     for policy in ("", *found.policies):
-        async for page in _pages(queue, "ZSCAN", key(policy, "backends")):
+        async for page in read_pages(queue, "ZSCAN", key(policy, "backends")):
             found.backends.update((policy, id) for id in page[::2])
     ids = sorted(found.backends)
     looks = [(("ZSCORE", key(p, "backends"), id), ("HGET", key(p, "backend", id), "url")) for p, id in ids]
     findings = []
-    for (_, id), (place, url) in zip(ids, await _pairs(queue, looks), strict=True):
+    for (_, id), (place, url) in zip(ids, await read_together(queue, looks), strict=True):
         if place is not None and not url:
             findings.append(f"policy server {id} is listed but has no URL")
         if place is None and url is not None:
@@ -287,35 +280,3 @@ async def _lives(queue: Queue, found: Found) -> list[str]:
         for name, life in zip(found.expiring, lives, strict=True)
         if life == -1
     ]
-
-
-async def _pairs(queue: Queue, looks: Sequence[tuple[tuple[Any, ...], ...]]) -> list[list[Any]]:
-    """The replies of each tuple of commands, each tuple read in one step of the server."""
-    replies: list[list[Any]] = []
-    for page in _split(looks):
-
-        async def read(page: Sequence[tuple[tuple[Any, ...], ...]] = page) -> list[Any]:
-            pipe = queue.redis.pipeline(transaction=True)
-            for look in page:
-                for command in look:
-                    pipe.execute_command(*command)
-            return list(await pipe.execute())
-
-        flat = await queue.outlast(read)
-        for look in page:
-            replies.append([_reply(item) for item in flat[: len(look)]])
-            del flat[: len(look)]
-    return replies
-
-
-def _reply(value: Any) -> Any:
-    """Booleans, which some clients make of 0 and 1, as the numbers that they are."""
-    return int(value) if isinstance(value, bool) else value
-
-
-def _split(items: Any) -> Iterable[Any]:
-    return (items[at : at + PAGE] for at in range(0, len(items), PAGE))
-
-
-def _text(value: Any) -> str:
-    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)

@@ -131,8 +131,8 @@ def _of_bound(scene: Scene) -> dict[str, str]:
         return {}
     return {
         "bound": f"{waiting} rollouts wait in init for new weights, and nothing else is on its way: {bound}. Ack what "
-        "was popped and update the weights; if this is the first step, `batch` of start_run is smaller than what is popped "
-        "before an update; if that trainer is gone, end its run"
+        "was popped and update the weights; if this is the first step, `batch` of start_run is smaller than what is "
+        "popped before an update; if that trainer is gone, end its run"
     }
 
 

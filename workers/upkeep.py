@@ -19,7 +19,8 @@ import redis
 from redis.exceptions import RedisError, ResponseError
 
 from pipeline.leases import read_beat, read_tick
-from pipeline.queue import AWAY, Queue, refuses_for_now
+from pipeline.queue import Queue
+from pipeline.queue_calls import AWAY, refuses_for_now
 from pipeline.scripts import run_script
 
 log = logging.getLogger(__name__)

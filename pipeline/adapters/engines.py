@@ -1,6 +1,6 @@
 """A trainer that owns its engines (verl, NeMo RL) offers them to the line and says when it has moved their weights.
 
-    async with offered(client, addresses, kind="openai", model="policy", version=0):
+    async with offered(client, addresses, kind="openai", version=0):
         ...
         async with weights_moved(client, step) as servers:
             await manager.update_weights(step)      # the trainer's own broadcast
@@ -80,7 +80,7 @@ async def weights_moved(
             update.result()  # it raises: no server could be held
         yield began.result()
     except BaseException as error:
-        if began.done():
+        if began.done() and not moved.done():  # done: the update itself was broken off
             moved.set_exception(error if isinstance(error, Exception) else PolicyError("the move was broken off"))
         else:
             update.cancel()

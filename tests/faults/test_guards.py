@@ -12,7 +12,8 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 
 from pipeline import scripts
-from pipeline.queue import Claim, Queue
+from pipeline.leases import Claim
+from pipeline.queue import Queue
 from tests import line
 from tests.services import RedisService
 
