@@ -8,7 +8,7 @@ from typing import Any
 from pipeline.queue import Queue
 
 PAGE = 200
-"""Looks of one step."""
+"""So many rollouts or looks go to the server at once."""
 
 
 async def read_pages(queue: Queue, command: str, key: str) -> AsyncIterator[list[str]]:

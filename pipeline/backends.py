@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from pipeline.config import TRAINED, Config
-from pipeline.errors import ConfigError, PolicyError
+from pipeline.errors import ConfigError
 from pipeline.leases import sendable, text_of
+from pipeline.policy_verbs import PolicyVerbs
 from pipeline.queue import Queue
 
 KINDS = ("vllm", "openai", "nemo-rl")
@@ -154,12 +155,15 @@ def backend_id(url: str) -> str:
     return f"{parts.hostname}:{port or (443 if parts.scheme == 'https' else 80)}"
 
 
-class Backends:
-    """The verbs. Each raises RedisUnavailable when Redis stays away for longer than the queue's patience."""
+class Backends(PolicyVerbs):
+    """The verbs: a worker's exchange and the list of servers here, pause and run in PolicyVerbs.
+
+    Each raises RedisUnavailable when Redis stays away for longer than the queue's patience.
+    """
 
     def __init__(self, queue: Queue, policy: str = TRAINED) -> None:
         """`policy`: whose servers these are; but for the trained one, the keys stand under a prefix of its own."""
-        self._queue = queue
+        super().__init__(queue)
         if policy != TRAINED:
             self._queue = copy.copy(queue)
             self._queue.prefix = queue.key("other", policy)
@@ -235,56 +239,6 @@ class Backends:
     async def raised(self, id: str, who: str) -> None:
         """It is done, or given up: another may try."""
         await self._queue.verb("backend_raise", id, who, 0, "")
-
-    async def pause(self, owner: str, life: float, why: str, mode: str, target: int | None = None) -> int:
-        """Stop all calls; returns the pause's number. `life`: seconds that its owner renews; 0: until `lift`.
-
-        Raises PolicyError while another owner's pause is in force, and for a target that is not above the version.
-        """
-        to = "" if target is None else target
-        status, about = await self._queue.verb("policy_pause", owner, int(life * 1000), sendable(why), mode, to)
-        if status == b"BUSY":
-            raise PolicyError(
-                f"{text_of(about)} has paused the policy: wait until it goes on, or end that pause "
-                "(`rollout policy resume`)"
-            )
-        if status == b"OLD":
-            raise PolicyError(
-                f"weights {target} can't follow weights {text_of(about)}, which are in force: versions only rise "
-                "(`start_run` begins anew, at any version)"
-            )
-        return int(about)
-
-    async def lift(self, owner: str = "") -> bool:
-        """End the pause, the weights in force stay; without an owner, whoever's it is. False when there was none."""
-        return bool(await self._queue.verb("policy_resume", owner))
-
-    async def commit(self, owner: str, version: int, path: str) -> bool:
-        """These weights are in force: one more update; the pause ends. False when the pause was not this owner's."""
-        return bool(await self._queue.verb("policy_commit", owner, version, sendable(path)) == b"OK")
-
-    async def start(
-        self,
-        version: int,
-        path: str,
-        *,
-        batch: int = 0,
-        max_staleness: int = -1,
-        lane: str = "",
-        moves: bool = False,
-        owner: str = "",
-    ) -> None:
-        """A run begins or goes on at these weights: they are in force, and what was counted starts at 0.
-
-        `moves`: no server has them yet, whatever it had. `owner`: who starts it.
-        """
-        await self._queue.verb(
-            "policy_start", version, sendable(path), batch, max_staleness, lane, "1" if moves else "", owner
-        )
-
-    async def end_run(self, owner: str = "") -> bool:
-        """The run that `owner` started (without one: any run) bounds nothing any more. False when there was none."""
-        return bool(await self._queue.verb("policy_end", owner))
 
 
 _WRITTEN = tuple(item.name for item in fields(Backend) if item.name not in ("id", "owner", "ends"))

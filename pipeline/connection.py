@@ -140,7 +140,7 @@ async def check(client: redis.asyncio.Redis, url: str = "") -> ServerFacts:
     try:
         info: dict[str, Any] = await client.info()
     except (exceptions.RedisError, OSError) as error:
-        raise RedisUnavailable(explain(error, url)) from error
+        raise RedisUnavailable(explain(error, url)) from None  # the sentence says it all
     return _facts(info, url)
 
 
@@ -150,7 +150,7 @@ def check_sync(client: redis.Redis, url: str = "") -> ServerFacts:
     try:
         info: dict[str, Any] = client.info()
     except (exceptions.RedisError, OSError) as error:
-        raise RedisUnavailable(explain(error, url)) from error
+        raise RedisUnavailable(explain(error, url)) from None  # the sentence says it all
     return _facts(info, url)
 
 
@@ -217,6 +217,8 @@ def explain(error: BaseException, url: str) -> str:
         return f"Redis at {place} does not let this user do that ({text}): give the user more rights"
     if isinstance(error, (exceptions.TimeoutError, TimeoutError)):
         return f"Redis at {place} did not answer in time ({text}): is it frozen, or the network cut?"
+    if "protocol error" in wrong:
+        return f"what listens at {place} does not speak Redis's protocol ({text}): is redis.url right?"
     if isinstance(error, (exceptions.ConnectionError, OSError)):
         return f"Redis at {place} can't be reached ({text}): is it running, and the address right?"
     return f"Redis at {place} answered with an error: {text}"

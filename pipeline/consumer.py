@@ -22,7 +22,7 @@ from pipeline.reading import read_all
 from pipeline.results import Batch, Group, Rollout
 from pipeline.staleness import with_staleness
 from pipeline.trouble import troubles
-from pipeline.waiting import Watch
+from pipeline.waiting import IDLE, Watch
 
 log = logging.getLogger(__name__)
 
@@ -95,6 +95,7 @@ class Consumer:
                     lease = self._config.lease.done_seconds
                     leases = await self._queue.pop(lane, n - len(batch), self._name, lease, patience=timeout)
                     if leases:
+                        self.watching(lane).delivered()
                         batch = batch + await self._read(leases, lane)
                     if len(batch) >= n:
                         undo.pop_all()
@@ -118,6 +119,8 @@ class Consumer:
                 async for _ in ticks:
                     lease = self._config.lease.done_seconds
                     found = await self._queue.pop_groups(lane, n - len(groups), self._name, lease, patience=timeout)
+                    if found:
+                        self.watching(lane).delivered()
                     batch = await self._read([lease for _, leases in found for lease in leases], lane, whole=True)
                     popped = popped + batch
                     of = {rollout.id: rollout for rollout in batch}
@@ -249,9 +252,15 @@ class Consumer:
     ) -> Incomplete:
         popped = set(ids_of(batch)) | self.held
         missing = await why_missing(self._queue, lane, [id for id in self._outstanding.ids(lane) if id not in popped])
-        found = await troubles(self._queue, lane, self._name)
-        reasons = [found[kind] for kind in ("policy", "servers", "memory") if kind in found]
-        said = filter(None, (*reasons, summed_up(missing, lane), self._said_of_dropped()))
+        found, summary = await troubles(self._queue, lane, self._name), summed_up(missing, lane)
+        told = {
+            *IDLE,
+            "paused",
+            "bound",
+            *(kind for kind in found if f"rollout work {kind.partition(':')[2]})" in summary),
+        }
+        reasons = [why for kind, why in found.items() if kind not in told]
+        said = filter(None, (*reasons, summary, self._said_of_dropped()))
         return Incomplete(
             f"{got} of {wanted} {what} came within {timeout if timeout is not None else 0:g} s: {'; '.join(said)}",
             batch=batch, wanted=wanted, got=got, missing=missing,

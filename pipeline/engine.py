@@ -1,4 +1,4 @@
-"""One policy server's HTTP control side, and the probe that asks whether it generates. Every call has a time limit.
+"""One policy server's control side: what it is, its pause, its weights; and the probe that asks whether it generates.
 
 vLLM's control paths (`/pause`, `/collective_rpc`, ...) exist only in its dev mode (`VLLM_SERVER_DEV_MODE=1`).
 """
@@ -6,23 +6,15 @@ vLLM's control paths (`/pause`, `/collective_rpc`, ...) exist only in its dev mo
 from __future__ import annotations
 
 import json
-import os
 import re
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
+from typing import Any, NamedTuple
 
 from pipeline import chat
-from pipeline.errors import ConfigError, PolicyError, PolicyReplyError
+from pipeline.engine_calls import EngineCalls, EngineError, error_text
+from pipeline.errors import PolicyReplyError
 
-if TYPE_CHECKING:
-    import aiohttp
-
-Fault = Literal["dead", "hang", "overload", "misfit", "refused"]
-"""dead: no connection, or the engine behind the server is gone. hang: no reply in time. overload: it sends us away for
-now. misfit: it lacks what we need (path, model, shape). refused: it answered with an error of any other kind."""
-
-TIMEOUT = 10.0
 LOAD_SECONDS = 600.0
 """For weights to be read from disk and loaded."""
 
@@ -41,14 +33,6 @@ MOST_VERSION = 2**53
 
 _NUMBER = re.compile(r"([0-9]+)$")
 _SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{.*\})? (\S+)", re.MULTILINE)
-
-
-class EngineError(PolicyError):
-    """A policy server can't do what it was asked. `fault` tells the cases apart (see Fault)."""
-
-    def __init__(self, fault: Fault, message: str) -> None:
-        super().__init__(message)
-        self.fault: Fault = fault
 
 
 class About(NamedTuple):
@@ -73,30 +57,11 @@ class Probe(NamedTuple):
     seconds: float
 
 
-class Engine:
-    """The server at `url`. `timeout`: seconds for one call, where the call gives none of its own.
+class Engine(EngineCalls):
+    """The server at `url`: `async with Engine(url) as engine`, or `await engine.close()` (see EngineCalls).
 
-    Each call raises EngineError. `session`: an aiohttp session to use; without one the engine opens and closes its own
-    (`async with Engine(url) as engine`, or `await engine.close()`).
+    Each call raises EngineError.
     """
-
-    def __init__(self, url: str, session: aiohttp.ClientSession | None = None, *, timeout: float = TIMEOUT) -> None:
-        self.url = url.rstrip("/").removesuffix("/v1")  # some name a server by the path of its OpenAI interface
-        self.timeout = timeout
-        self._session = session
-        self._owned = session is None
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
-    async def close(self) -> None:
-        """Close the engine's own session; a given one stays open. Safe twice."""
-        if self._owned and self._session is not None:
-            await self._session.close()
-            self._session = None
 
     async def about(self, model: str = "") -> About:
         """What it serves. Raises EngineError (misfit) where it lists models, and none is called `model`."""
@@ -212,14 +177,6 @@ class Engine:
             raise EngineError("misfit", f"{self.url}{path} answers without token_ids: it is no token interface")
         return choice
 
-    async def healthy(self) -> bool:
-        """What `/health` says; True proves little: a server that hangs may still answer it."""
-        try:
-            status, _ = await self._send("GET", "/health")
-        except EngineError:
-            return False
-        return status == 200
-
     async def pause(self, mode: str = "keep", *, timeout: float | None = None) -> None:
         """Start no token any more: `keep` freezes what runs, `abort` ends it, `wait` returns when it is over."""
         await self._control("/pause", params={"mode": mode}, timeout=timeout)
@@ -284,65 +241,6 @@ class Engine:
             raise await self._judged(status, body, path)
         return body
 
-    async def _send(
-        self,
-        method: str,
-        path: str,
-        asked: Mapping[str, Any] | None = None,
-        *,
-        params: Mapping[str, str] | None = None,
-        timeout: float | None = None,
-    ) -> tuple[int, bytes]:
-        """Status and body. Raises EngineError where no reply came, ConfigError where the URL is none."""
-        import aiohttp
-
-        limit = self.timeout if timeout is None else timeout
-        if self._session is None:
-            # A kept connection may be closed by the server just when a POST goes out, which nobody may send twice;
-            # a proxy of the environment is not for the line.
-            connector = aiohttp.TCPConnector(force_close=True)
-            self._session = aiohttp.ClientSession(connector=connector, trust_env=False)
-        limits = aiohttp.ClientTimeout(total=limit, sock_connect=min(limit, TIMEOUT))
-        try:
-            async with self._session.request(
-                method, f"{self.url}{path}", json=asked, params=params, timeout=limits
-            ) as reply:
-                return reply.status, await reply.read()
-        except aiohttp.InvalidURL as error:
-            raise ConfigError(f"{self.url!r} is no URL of a policy server: {error}") from None
-        except aiohttp.ConnectionTimeoutError:
-            raise EngineError("dead", f"{self.url}: no connection within {min(limit, TIMEOUT):g} s") from None
-        except TimeoutError:
-            raise EngineError("hang", f"{self.url}{path}: no reply within {limit:g} s") from None
-        except aiohttp.ClientConnectorError as error:
-            why = os.strerror(error.os_error.errno) if error.os_error.errno else str(error.os_error)
-            raise EngineError("dead", f"{self.url}: cannot connect ({why})") from None
-        except (aiohttp.ClientError, OSError) as error:
-            raise EngineError("dead", f"{self.url}{path}: {error or type(error).__name__}") from error
-
-    async def _judged(self, status: int, body: bytes, path: str) -> EngineError:
-        """The error of a status; whether behind a 500 or 503 the engine is dead, `/health` knows."""
-        failure = self._failure(status, body, path)
-        if status in (500, 503) and not await self.healthy():
-            return EngineError("dead", str(failure))
-        return failure
-
-    def _failure(self, status: int, body: bytes, path: str) -> EngineError:
-        fault: Fault = "refused"
-        if status in (429, 503):
-            fault = "overload"
-        elif status in (403, 404, 405):
-            fault = "misfit"
-        elif status in (502, 504) or (status == 500 and b"EngineCore" in body):
-            fault = "dead"
-        return EngineError(fault, f"{self.url}{path}: HTTP {status}: {error_text(body)}")
-
-    def _field(self, body: bytes, name: str) -> Any:
-        try:
-            return json.loads(body)[name]
-        except (ValueError, KeyError, TypeError):
-            raise EngineError("misfit", f"{self.url} answers without {name}: {error_text(body)[:100]}") from None
-
     def _number(self, label: Any) -> int:
         try:
             return version_number(label)
@@ -361,15 +259,3 @@ def version_number(label: Any) -> int:
     raise PolicyReplyError(
         f"weight version {text[:80]!r} ends in no number up to {MOST_VERSION}: give versions such as 12 or step-12"
     )
-
-
-def error_text(body: bytes) -> str:
-    """The server's own sentence in an error reply: one line, at most 500 characters."""
-    try:
-        found = json.loads(body)
-    except ValueError:
-        found = body.decode("utf-8", "replace")
-    for name in ("error", "message", "detail"):
-        if isinstance(found, dict) and found.get(name):
-            found = found[name]
-    return " ".join(str(found).split())[:500]

@@ -10,7 +10,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
 from pipeline.backends import SHARE_SECONDS, Backend, Backends
-from pipeline.engine import Engine, EngineError
+from pipeline.engine import Engine
+from pipeline.engine_calls import EngineError
 from pipeline.errors import ConfigError
 from pipeline.weight_change import CONTROL_SECONDS, LOOK_SECONDS, Change, Mode, alone, unaware
 

@@ -1,5 +1,5 @@
-"""The line's queue in Redis: leases with fencing tokens. The verbs (trainer_verbs.py, worker_verbs.py) and the Lua
-beside them alone know the keys.
+"""The line's queue in Redis: leases with fencing tokens. All keys are listed here; the verbs are in trainer_verbs.py
+and worker_verbs.py, and what must be atomic in the Lua beside them.
 
 Every key begins with the line's prefix "{name}", one hash tag. Life: until the last ack of its rollout or group, unless
 stated.

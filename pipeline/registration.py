@@ -19,7 +19,8 @@ from typing import Self
 from pipeline.backends import ENDPOINTS, KINDS, Backend, Backends, backend_id
 from pipeline.config import TRAINED, Config
 from pipeline.connection import connect
-from pipeline.engine import Engine, EngineError
+from pipeline.engine import Engine
+from pipeline.engine_calls import EngineError
 from pipeline.errors import ConfigError, LineError
 from pipeline.queue import Queue
 

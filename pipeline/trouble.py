@@ -27,8 +27,8 @@ class Scene:
     """One look at a lane.
 
     `waiting`, `working`: by stage, how many of the lane wait, and whether any is in work or waits for its next try.
-    `workers`: what each said last, with `silent` (seconds). `memory`: used and most bytes. `elsewhere`: consumers that
-    hold finished ones.
+    `workers`: what each said last, with `silent` (seconds). `memory`: used and most bytes. `finished`: how many wait to
+    be popped. `elsewhere`: consumers that hold finished ones, for `lease` seconds of silence.
     """
 
     lane: str
@@ -39,6 +39,8 @@ class Scene:
     bound: Admission | None
     paused: str
     memory: tuple[int, int]
+    lease: float
+    finished: int = 0
     elsewhere: tuple[str, ...] = ()
 
     @property
@@ -60,7 +62,7 @@ async def troubles(queue: Queue, lane: str, consumer: str = "") -> dict[str, str
     if scene.paused:
         found["paused"] = scene.paused
     if not scene.stages:  # why nothing is enqueued says more than that nothing was
-        return found | _of_memory(scene, queue.config.memory.high) or {"nothing": nothing(scene)}
+        return found | _of_memory(scene, queue.config.memory.high) or _of_idleness(scene)
     for stage in scene.stages:
         said = _of_workers(scene, stage, late)
         if said:
@@ -72,14 +74,20 @@ async def troubles(queue: Queue, lane: str, consumer: str = "") -> dict[str, str
     return found
 
 
-def nothing(scene: Scene) -> str:
-    """The sentence for a lane in which nothing is on its way."""
+def _of_idleness(scene: Scene) -> dict[str, str]:
+    """Nothing is on its way in the lane."""
     if scene.elsewhere:
-        return (
-            f"nothing is on its way, and finished rollouts are in the hands of {', '.join(scene.elsewhere)}: they come "
-            "when that one gives them back, or is silent for lease.done_seconds"
-        )
-    return "nothing is in flight: what is waited for was never enqueued, or is popped already"
+        return {
+            "elsewhere": "nothing is on its way, and finished rollouts are in the hands of "
+            f"{', '.join(scene.elsewhere)}: they come when that one gives them back, or has died and is silent for "
+            f"{scene.lease:g} s (lease.done_seconds)"
+        }
+    if scene.finished:
+        return {
+            "unpopped": f"nothing is on its way, and {scene.finished} finished rollouts lie there that this wait does "
+            "not take: the rest of a group whose first part is not acked yet, or another caller's"
+        }
+    return {"nothing": "nothing is in flight: what is waited for was never enqueued, or is popped already"}
 
 
 def _of_workers(scene: Scene, stage: str, late: float) -> str:
@@ -149,6 +157,7 @@ async def look(queue: Queue, lane: str, consumer: str = "") -> Scene:
     return Scene(
         lane=lane, waiting=dict(zip(stages, waiting, strict=True)), working=dict(zip(stages, working, strict=True)),
         workers=alive, policy=view.policy, bound=bound, paused=halted.get(lane, ""), memory=await queue.memory(),
+        lease=queue.config.lease.done_seconds, finished=await _waiting(queue, "done", lane),
         elsewhere=() if any(waiting) or any(working) else await _holders(queue, lane, consumer),
     )  # fmt: skip
 

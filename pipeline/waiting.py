@@ -29,8 +29,8 @@ LOOK = 1.5
 STEADY = 1.0
 """Seconds for which a trouble must have been there, so that it was seen twice."""
 
-STEADY_POLICY = 4.0
-"""The same for the policy: many an update of the weights is over by then."""
+STEADY_LONG, SLOW = 4.0, ("policy", "servers", "unpopped")
+"""The same for these: many an update of the weights is over by then, and what lies there is popped."""
 
 BACK = 4.0
 """Seconds after an absence of Redis in which workers tell it again that they live."""
@@ -40,6 +40,10 @@ SAY_AGAIN = 60.0
 
 ANSWER = 3.0
 """Seconds in which Redis must answer one look; it is silent otherwise."""
+
+
+IDLE = ("nothing", "elsewhere", "unpopped")
+"""Troubles that a delivery shows to be none."""
 
 
 @dataclass(slots=True)
@@ -75,6 +79,11 @@ class Watch:
             looking.cancel()
             await asyncio.wait({looking})
 
+    def delivered(self) -> None:
+        """Something has come: the lane was not idle, whatever a look a moment ago has seen."""
+        for kind in IDLE:
+            self._over(kind)
+
     async def _look_on(self) -> None:
         now = time.monotonic()
         if now - self._looked > 2 * LOOK + ANSWER:  # nobody has waited lately
@@ -101,6 +110,8 @@ class Watch:
             async with asyncio.timeout(ANSWER):
                 return await troubles(queue, self._lane, self._consumer)
         except (TimeoutError, ServiceError, RedisError, OSError) as error:
+            if isinstance(error, ServiceError):  # a sentence already
+                return {"redis": str(error)}
             about = f" ({error})" if str(error) else f" within {ANSWER:g} s"
             return {"redis": f"Redis does not answer{about}. Is it running? `rollout doctor` looks"}
 
@@ -116,15 +127,17 @@ class Watch:
             self._away = now
             return
         for kind in [kind for kind in self._seen if kind not in found]:
-            seen = self._seen.pop(kind)
-            if seen.said is not None:
-                log.warning(
-                    "waiting in lane %s: that is over, after %.0f s: %s", self._lane, now - seen.since, seen.sentence
-                )
+            self._over(kind)
+
+    def _over(self, kind: str) -> None:
+        seen = self._seen.pop(kind, None)
+        if seen is not None and seen.said is not None:
+            lasted = time.monotonic() - seen.since
+            log.warning("waiting in lane %s: that is over, after %.0f s: %s", self._lane, lasted, seen.sentence)
 
     def _is_steady(self, kind: str, seen: _Seen, now: float) -> bool:
         if kind == "redis":
             return True
         if kind.startswith("workers") and now - self._away < BACK:
             return False
-        return now - seen.since >= (STEADY_POLICY if kind in ("policy", "servers") else STEADY)
+        return now - seen.since >= (STEADY_LONG if kind in SLOW else STEADY)

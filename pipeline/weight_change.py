@@ -15,7 +15,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Literal
 
 from pipeline.backends import UNLABELLED, Backend, Backends, Load, View
-from pipeline.engine import Engine, EngineError
+from pipeline.engine import Engine
+from pipeline.engine_calls import EngineError
 from pipeline.errors import RedisUnavailable
 
 Mode = Literal["keep", "wait", "abort"]

@@ -9,7 +9,8 @@ from pipeline import server
 from pipeline.backends import Backend, Backends, View, backend_id, state_of
 from pipeline.config import Config
 from pipeline.connection import connect
-from pipeline.engine import Engine, EngineError
+from pipeline.engine import Engine
+from pipeline.engine_calls import EngineError
 from pipeline.errors import LineError
 from pipeline.queue import Queue
 from workers.doctor import Finding

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from pipeline.backends import SEEN_SECONDS, Backend, Backends, backend_id
 from pipeline.config import TRAINED, Config
-from pipeline.engine import Engine, EngineError
+from pipeline.engine import Engine
+from pipeline.engine_calls import EngineError
 from pipeline.errors import ConfigError, LineError, PolicyError
 from pipeline.registration import Registration, looked_at
 from pipeline.weights import bring_up

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from pipeline import trouble
 from pipeline.errors import MemoryHigh
 from pipeline.queue import Queue
 from tests import line
@@ -109,3 +110,13 @@ async def test_above_the_memory_mark(queue: Queue) -> None:
         assert await Queue(queue.redis, queue.config).memory_high(), "a look holds for a moment: this one is fresh"
     finally:
         await fill(queue, False)
+
+
+async def test_an_idle_lane_is_told_by_what_lies_there(queue: Queue) -> None:
+    assert list(await trouble.troubles(queue, "train")) == ["nothing"]
+    await line.put(queue)
+    await line.through(queue)
+    assert list(await trouble.troubles(queue, "train")) == ["unpopped"], "a batch that lies ready is not nothing"
+    await queue.pop("train", 1, "another", 60)
+    assert list(await trouble.troubles(queue, "train", "another")) == ["nothing"]
+    assert "in the hands of another" in (await trouble.troubles(queue, "train", "me"))["elsewhere"]

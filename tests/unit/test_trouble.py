@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline import trouble
+from pipeline import trouble, waiting
+from pipeline.config import Config
 from pipeline.queue import Queue
 from tests import line
 
@@ -25,3 +26,25 @@ async def test_too_many_to_be_looked_at_are_no_trouble(queue: Queue, monkeypatch
     await line.put(queue, "e", samples=trouble.PAGE, lane="eval")
     await queue.claim("init", trouble.PAGE, "w")
     assert await trouble._has_working(queue, "init", "train")
+
+
+def test_a_delivery_shows_that_the_lane_was_not_idle(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Looks in two short waits, with a batch between them, are not one idleness."""
+    now = [100.0]
+    monkeypatch.setattr(waiting.time, "monotonic", lambda: now[0])
+    watch = waiting.Watch(Config(), "train", "me")
+    for _ in range(3):
+        watch._heard({"nothing": "nothing is in flight"})
+        watch.delivered()
+        now[0] += 2.0
+    assert caplog.messages == []
+    watch._heard({"nothing": "nothing is in flight"})
+    now[0] += 2.0
+    watch._heard({"nothing": "nothing is in flight"})
+    watch.delivered()
+    assert [message.partition("lane train: ")[2] for message in caplog.messages] == [
+        "nothing is in flight",
+        "that is over, after 2 s: nothing is in flight",
+    ]

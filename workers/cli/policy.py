@@ -17,7 +17,8 @@ import click
 
 from pipeline.backends import ENDPOINTS, KINDS, SEEN_SECONDS, Backend, Backends, Load, backend_id
 from pipeline.config import TRAINED, Config
-from pipeline.engine import Engine, EngineError
+from pipeline.engine import Engine
+from pipeline.engine_calls import EngineError
 from pipeline.errors import PolicyError
 from pipeline.queue import Queue
 from pipeline.registration import looked_at, register

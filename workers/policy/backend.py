@@ -13,7 +13,8 @@ from typing import Any, NamedTuple, Protocol
 import aiohttp
 
 from pipeline.backends import ENDPOINTS, UNLABELLED, Backend, Load
-from pipeline.engine import Engine, EngineError, Probe
+from pipeline.engine import Engine, Probe
+from pipeline.engine_calls import EngineError
 from pipeline.errors import ConfigError, PolicyError
 from workers.policy import reply, request
 from workers.policy.balance import Lengths, Mark, Offer, Share

@@ -18,7 +18,6 @@ import aiohttp
 
 from pipeline.backends import Backends
 from pipeline.config import TRAINED, Config
-from pipeline.engine import UNTOLD, EngineError, version_number
 from pipeline.errors import PolicyReplyError
 from pipeline.interfaces import Completion, Message, Parsed
 from pipeline.queue import Queue
@@ -32,6 +31,7 @@ from workers.policy.sampling import settled
 from workers.policy.spoken import Spoken
 from workers.policy.tokenizer import Tokenizer
 from workers.policy.tokens import Tokens
+from workers.policy.versions import Versions
 
 MOST_TOKENS = 1024
 """Sampled tokens of one call where nobody says how many."""
@@ -70,6 +70,7 @@ class VllmPolicy:
         self.priority: int | None = None
         self._context = context
         self._tokens = Tokens(tokenizer, renderer, self.pool.fleet)
+        self._versions = Versions(self.pool.fleet)
         self._calls = 0
         self._sticky, self._cached = "", 0
         self._spoken = Spoken()
@@ -193,7 +194,7 @@ class VllmPolicy:
         params = {"stop_token_ids": list(self.rendering.stop_ids), **settings}
         sampled: int | None = None
         try:
-            dispatched = await self._version_at_dispatch(call, server)
+            dispatched = await self._versions.at_dispatch(call, server)
             started, began = time.time(), time.monotonic()
             body = await server.ask(
                 call, request_id, server.about.model or self.model, prompt_ids, params, self.priority,
@@ -202,7 +203,7 @@ class VllmPolicy:
             seconds = time.monotonic() - began
             kept = call.said.kept if call.said is not None else 0
             answer = reply.read(body, request_id, server.endpoint, prompt_ids, settings["max_tokens"], kept)
-            versions = await self._versions(call, server, answer, dispatched)
+            versions = await self._versions.spans(call, server, answer, dispatched)
             sampled = len(answer.ids)
             if answer.finish_reason != "abort":
                 self.pool.fleet.lengths.add(sampled)
@@ -224,59 +225,6 @@ class VllmPolicy:
             prompt_ids=answer.prompt,
             endpoint="chat" if server.endpoint == "chat" else "",
         )
-
-    async def _version_at_dispatch(self, call: Call, server: Server) -> int:
-        """The weights' version before the call goes out: it counts where the reply does not label its tokens."""
-        if server.spans or (call.version is not None and not server.control):
-            return call.version or 0
-        return await self._asked(call, server)
-
-    async def _asked(self, call: Call, server: Server) -> int:
-        """Its version by its own word. Raises Repeat where that is not the one in force."""
-        try:
-            label = await server.engine.label()
-        except EngineError as error:
-            raise Repeat("overload" if error.fault == "overload" else "refused", str(error)) from None
-        version = 0 if label is None else version_number(label)
-        if call.version is not None and label is not None:
-            self._check_version(call, version, label == UNTOLD)
-        return version
-
-    def _check_version(self, call: Call, oldest: int, untold: bool) -> None:
-        """A server missed an update, or is a fresh one: what it samples is not of the weights in force.
-
-        One to which nobody has told a version has what it started with, whatever number that is taken for; only where
-        the trainer names no folder may that be the run's first weights.
-        """
-        if call.version is not None and (oldest < call.version or (untold and self.pool.fleet.policy.path)):
-            has = "those that it started with" if untold else f"version {oldest}"
-            raise Repeat(
-                "behind",
-                f"its weights are {has}, version {call.version} was in force when it was asked",
-                None if untold else oldest,
-            )
-
-    async def _versions(
-        self, call: Call, server: Server, answer: reply.Reply, dispatched: int
-    ) -> list[tuple[int, int, int]]:
-        """Which weights sampled which token: the server's labels where they mean a thing, else the version at dispatch.
-
-        Raises Repeat for tokens of weights older than those in force when the call was sent, and for those of which
-        nobody can say whether the weights changed under them.
-        """
-        spans = answer.versions
-        if spans is not None and (server.labels or call.version is None):
-            server.spans = True
-            if spans:
-                self._check_version(call, min(span[0] for span in spans), answer.untold)
-            return spans
-        if call.version is not None:
-            if server.control and await self._asked(call, server) != dispatched:
-                raise Repeat("refused", f"its weights changed under this call, from version {dispatched}")
-            await self.pool.fleet.in_touch()
-            if call.lapses != self.pool.fleet.lapses:
-                raise Repeat("refused", "this process was silent for so long that its weights may have changed")
-        return [(dispatched, 0, len(answer.ids))] if answer.ids else []
 
 
 def urls_of(text: str) -> list[str]:

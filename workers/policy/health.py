@@ -12,7 +12,7 @@ import time
 from dataclasses import replace
 
 from pipeline.backends import UNLABELLED
-from pipeline.engine import EngineError
+from pipeline.engine_calls import EngineError
 from pipeline.errors import ConfigError
 from workers.policy.backend import ASKED, DOWN, UP, Look, Server
 from workers.policy.fleet import Fleet

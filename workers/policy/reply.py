@@ -10,7 +10,8 @@ from typing import Any, Literal, NamedTuple
 import orjson
 
 from pipeline import chat
-from pipeline.engine import UNTOLD, error_text, version_number
+from pipeline.engine import UNTOLD, version_number
+from pipeline.engine_calls import error_text
 from pipeline.errors import ContextFull, PolicyReplyError, TaskError
 
 REASONS = ("stop", "length", "abort")

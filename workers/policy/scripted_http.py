@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 import orjson
@@ -16,15 +15,16 @@ from aiohttp import web
 
 from pipeline import chat
 from workers.policy import scripted_chat, scripted_shapes as shapes
-from workers.policy.scripted_engine import MODES, Engine, EngineDead, Outcome
+from workers.policy.scripted_control import Control
+from workers.policy.scripted_engine import Engine, EngineDead, Outcome
 from workers.policy.scripted_faults import STATES, Faults
-from workers.policy.scripted_shapes import Refused, as_json, error
+from workers.policy.scripted_shapes import Refused, as_json, body_of, error
 from workers.policy.scripted_speech import NAME
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class Face:
+class Face(Control):
     """Routes over one engine. `window`: most tokens of prompt and completion. `dev_mode`: it has a control side;
     `scale_out`: it has the token path; `only_chat`: it has chat completions alone. `on_exit` ends the process, where it
     is one of its own."""
@@ -41,7 +41,8 @@ class Face:
         only_chat: bool = False,
         on_exit: Callable[[], None] = lambda: None,
     ) -> None:
-        self.engine, self.model, self.window, self.faults = engine, model, window, faults
+        super().__init__(engine)
+        self.model, self.window, self.faults = model, window, faults
         self.dev_mode, self.scale_out, self.only_chat = dev_mode, scale_out, only_chat
         self.size = engine.speech.rendering.tokenizer.size
         self._on_exit = on_exit
@@ -114,7 +115,7 @@ class Face:
     # -- calls -------------------------------------------------------------------------------------------------------
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
-        asked = await _body(request)
+        asked = await body_of(request)
         ids, params = shapes.checked(
             asked, "token_ids", asked.get("sampling_params") or {}, self.model, self.size, self.window
         )
@@ -128,7 +129,7 @@ class Face:
         return as_json(shapes.generate_answer(full, self.model, len(ids), outcome, fault))
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
-        asked = await _body(request)
+        asked = await body_of(request)
         ids, params = shapes.checked(
             asked, "prompt", shapes.completion_params(asked), self.model, self.size, self.window
         )
@@ -141,7 +142,7 @@ class Face:
         return as_json(shapes.completion_answer(f"cmpl-{call_id}", self.model, ids, outcome, text, asked))
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
-        asked = await _body(request)
+        asked = await body_of(request)
         call_id = self._call_id(request, asked)
         fault, broken = await self._fault(request, call_id)
         if broken is not None:
@@ -181,63 +182,6 @@ class Face:
             return fault, web.Response(body=b"<html>gateway</html>", content_type="application/json")
         return fault, None
 
-    # -- control -----------------------------------------------------------------------------------------------------
-
-    async def abort(self, request: web.Request) -> web.Response:
-        ids = await self._ids_of(request)
-        self.engine.abort(ids)
-        return as_json({"status": "aborted", "aborted": len(ids)})
-
-    async def abort_scaled_out(self, request: web.Request) -> web.Response:
-        self.engine.abort(await self._ids_of(request))
-        return web.Response()
-
-    async def _ids_of(self, request: web.Request) -> list[str]:
-        body = await _body(request)
-        return list(map(str, body["request_ids"])) if "request_ids" in body else list(self.engine.calls)
-
-    async def pause(self, request: web.Request) -> web.Response:
-        mode = request.query.get("mode", "abort")
-        if mode not in MODES:
-            raise Refused(f"mode {mode!r} is none of {', '.join(MODES)}")
-        await self.engine.pause(mode)
-        return as_json({"status": "paused"})
-
-    async def resume(self, request: web.Request) -> web.Response:
-        self.engine.resume()
-        return as_json({"status": "resumed"})
-
-    async def is_paused(self, request: web.Request) -> web.Response:
-        return as_json({"is_paused": self.engine.paused})
-
-    async def collective_rpc(self, request: web.Request) -> web.Response:
-        """`reload_weights` alone: the folder must be there; that it was given is remembered in `engine.loaded`."""
-        body = await _body(request)
-        if body.get("method") != "reload_weights":
-            return error(500, f"method {body.get('method')!r} is not offered by this server ({NAME})")
-        path = str(body.get("kwargs", {}).get("weights_path", ""))
-        if not Path(path).is_dir():
-            return error(500, f"weights_path {path!r} is no folder")
-        self.engine.loaded.append(path)
-        return as_json({"results": [None]})
-
-    async def relabel(self, request: web.Request) -> web.Response:
-        label = (await _body(request)).get("new_version")
-        if label is None:
-            raise Refused("new_version is missing")
-        self.engine.relabel(str(label))
-        return as_json({"success": True, "new_version": str(label)})
-
-    async def weight_info(self, request: web.Request) -> web.Response:
-        return as_json({"weight_version": self.engine.label})
-
-    async def reset_prefix_cache(self, request: web.Request) -> web.Response:
-        """Without `reset_running_requests=true` it fails while calls hold their prefixes, as vLLM's does."""
-        free = not self.engine.calls or request.query.get("reset_running_requests") == "true"
-        if free:
-            self.engine.reset_cache()
-        return as_json({"success": free})
-
     # -- looks -------------------------------------------------------------------------------------------------------
 
     async def health(self, request: web.Request) -> web.Response:
@@ -261,13 +205,13 @@ class Face:
 
     async def set_faults(self, request: web.Request) -> web.Response:
         try:
-            self.faults.set(str((await _body(request)).get("spec", "")))
+            self.faults.set(str((await body_of(request)).get("spec", "")))
         except ValueError as wrong:
             raise Refused(str(wrong)) from None
         return as_json({"spec": self.faults.spec})
 
     async def set_state(self, request: web.Request) -> web.Response:
-        asked = await _body(request)
+        asked = await body_of(request)
         unknown = sorted(asked.keys() - {*STATES, "exit"})
         if unknown:
             raise Refused(f"state {unknown[0]!r} is unknown (known: {', '.join(STATES)}, exit)")
@@ -286,14 +230,6 @@ class Face:
             self._thawed.clear()
         else:
             self._thawed.set()
-
-
-async def _body(request: web.Request) -> dict[str, Any]:
-    data = await request.read()
-    parsed = orjson.loads(data) if data else {}
-    if not isinstance(parsed, dict):
-        raise Refused("the body is no JSON object")
-    return parsed
 
 
 def _priority(asked: dict[str, Any]) -> int:

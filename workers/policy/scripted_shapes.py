@@ -164,3 +164,12 @@ def metrics(engine: Engine, model: str) -> str:
         count = engine.counts[f"finished {reason}"]
         lines.append(f'vllm:request_success_total{{{label},finished_reason="{reason}"}} {count}')
     return "\n".join([f"# {NAME}", *lines, ""])
+
+
+async def body_of(request: web.Request) -> dict[str, Any]:
+    """The JSON object that was sent, {} for an empty body. Raises Refused, and JSONDecodeError for what is no JSON."""
+    data = await request.read()
+    parsed = orjson.loads(data) if data else {}
+    if not isinstance(parsed, dict):
+        raise Refused("the body is no JSON object")
+    return parsed
