@@ -66,9 +66,15 @@ class Sessions:
         self._client, self._lane, self._timeout = client, lane, timeout
         self._waiter = Waiter(client, lane)
         self._gathering: dict[tuple[str, bytes], _Party] = {}
+        self._entering: set[asyncio.Task[list[str]]] = set()
+        self._open: set[str] = set()
 
     async def close(self) -> None:
-        """End every wait; what waits is told so."""
+        """End every wait; what waits is told so. What the line has for it is cancelled, and given a moment to end."""
+        await asyncio.gather(*self._entering, return_exceptions=True)  # who waits for an error hears of it there
+        with contextlib.suppress(LineError):  # Redis is away: what runs ends with its deadline
+            for id in list(self._open):
+                await self._waiter.give_up(id, "the process that waited for it has ended")
         await self._waiter.close()
 
     async def play(self, prompt: str, task: Task) -> Session:
@@ -83,12 +89,15 @@ class Sessions:
         if party is None:
             party = self._gathering[key] = _Party()
             party.entering = asyncio.create_task(self._enter(key, task), name=f"enter-{prompt}")
+            self._entering.add(party.entering)
+            party.entering.add_done_callback(self._entering.discard)
         entering, mine = party.entering, len(party.ended)
         assert entering is not None
         party.ended.append(asyncio.get_running_loop().create_future())
         try:
             id = (await asyncio.shield(entering))[mine]
             rollout = await self._waiter.rollout(id, self._timeout)
+            self._open.discard(id)
         except BaseException as error:
             party.ended[mine].set_result(None)
             await self._give_up(entering, mine, str(error)[:200] or "its trainer has gone")
@@ -110,15 +119,18 @@ class Sessions:
         named = replace(task, id=f"{key[0]}-{uuid.uuid4().hex[:8]}")
         if self._timeout is not None and task.deadline is None:
             named = replace(named, deadline=time.time() + self._timeout + LEFT_SECONDS)
-        return await self._client.enqueue(
+        ids = await self._client.enqueue(
             [named], samples=len(party.ended), lane=self._lane, wait=self._timeout or 0.0, groups=WHOLE
         )
+        self._open.update(ids)
+        return ids
 
     async def _give_up(self, entering: asyncio.Task[list[str]], mine: int, why: str) -> None:
         """Cancel what nobody waits for any more, where it was enqueued."""
         with contextlib.suppress(LineError):
             ids = await asyncio.shield(entering)
             await self._waiter.give_up(ids[mine], why)
+            self._open.discard(ids[mine])
 
 
 def _scored(rollout: Rollout) -> Scored | None:
