@@ -42,7 +42,7 @@ class Plan:
     samples: int = 8
     slots: int = 16
     step: float = 2.2
-    staleness: int = 4
+    staleness: int = 3
     coupled: int = 5
     warm: int = 3
     decoupled: int = 10
