@@ -149,8 +149,8 @@ async def test_a_kill_takes_vllm_along_and_the_lease_runs_out(
         os.kill(served.process.pid, signal.SIGKILL)
         served.process.wait()
         until(lambda: not sleepers(served.engine) and not server.is_running())
-        (left,) = (await registered(redis_service)).values()
-        assert left.ends - time.time() <= 2.0
+        for left in (await registered(redis_service)).values():  # none where the kill took longer than the lease
+            assert left.ends - time.time() <= 2.0
         while await registered(redis_service):
             pass
 

@@ -182,6 +182,14 @@ def test_what_is_wrong_with_the_command_is_a_sentence(parts: list[str], says: st
     assert result.exit_code == code and says in result.stderr
 
 
+def answers(root: Path) -> list[Path]:
+    """The files in which an answer of 42 lies; none where a sandbox went while it was looked at."""
+    try:
+        return [path for path in root.rglob("answer") if path.read_text() == "42"]
+    except FileNotFoundError:
+        return []
+
+
 def test_an_interrupt_leaves_no_sandbox_and_keeps_what_is_known(here: Path, root: Path) -> None:
     file = write(here, "ok", "slow")
     command = [sys.executable, "-P", "-m", "workers.cli", *words(root), "task", "validate", str(file)]
@@ -194,7 +202,7 @@ def test_an_interrupt_leaves_no_sandbox_and_keeps_what_is_known(here: Path, root
         assert process.stdout.readline().startswith("task")
         assert "ok" in process.stdout.readline()
         until = time.monotonic() + 30
-        while not (found := [path for path in root.rglob("answer") if path.read_text() == "42"]):
+        while not (found := answers(root)):
             assert time.monotonic() < until, "the slow task never began"
             time.sleep(0.02)
         process.send_signal(signal.SIGINT)
