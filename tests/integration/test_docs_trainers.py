@@ -23,6 +23,8 @@ from tests.services import RedisService
 from workers.policy import scripted, tokenizer
 from workers.policy.scripted import Options
 
+pytestmark = pytest.mark.ci  # a real line for each of them, fifteen seconds in all
+
 PAGE = (Path(__file__).parents[2] / "docs" / "trainers.md").read_text(encoding="utf-8")
 ROWS = [
     {"question": "What is 6 x 7?", "expected_answer": "42"},
