@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, StringConstraints, ValidationError
 
 from pipeline import config_sources as sources
+from pipeline.config_slurm import SlurmConfig
 from pipeline.errors import ConfigError
 
 CONFIG_VARIABLE = "ROLLOUT_CONFIG"
@@ -55,6 +56,13 @@ class RedisConfig(Section):
     socket_timeout: Period = 5.0
     maxmemory_fraction: Share = 0.25
     data: str = ""
+    address_file: str = ""
+
+
+class NetworkConfig(Section):
+    """By which of a machine's addresses the other ones reach it."""
+
+    interface: str = ""
 
 
 class LeaseConfig(Section):
@@ -222,9 +230,11 @@ class GroupsConfig(Section):
 
 
 class PayloadConfig(Section):
-    """How large data lies in Redis."""
+    """How large data lies in Redis, and from which size on in files beside it."""
 
     inline_bytes: Count = 4096
+    dir: str = ""
+    inline_max: Count = 262_144
     zstd_level: Annotated[int, Field(ge=1, le=19)] = 1
 
 
@@ -233,6 +243,7 @@ class Config(Section):
 
     line: LineConfig = LineConfig()
     redis: RedisConfig = RedisConfig()
+    network: NetworkConfig = NetworkConfig()
     lease: LeaseConfig = LeaseConfig()
     retry: RetryConfig = RetryConfig()
     limits: LimitsConfig = LimitsConfig()
@@ -247,6 +258,7 @@ class Config(Section):
     artifacts: ArtifactsConfig = ArtifactsConfig()
     groups: GroupsConfig = GroupsConfig()
     payload: PayloadConfig = PayloadConfig()
+    slurm: SlurmConfig = SlurmConfig()
     datasets: dict[Name, DatasetConfig] = Field(default_factory=dict)
 
     _source: Path | None = PrivateAttr(default=None)
@@ -356,3 +368,6 @@ def _check_together(config: Config, origin: str) -> None:
             raise ConfigError(
                 f"{origin}: {place}.max_tokens: {policy.max_tokens} does not fit in {place}.context ({policy.context})"
             )
+    wrong = config.slurm.wrong(limits.grace)
+    if wrong:
+        raise ConfigError(f"{origin}: {wrong}")

@@ -112,7 +112,7 @@ def test_text_stays_text(word: str) -> None:
         ("lease: {seconds: }", r"lease\.seconds: nothing is wrong, wanted a number"),
         ("retry: {attempts: 2.5}", r"retry\.attempts: 2\.5 is wrong, wanted a whole number"),
         ("policy: {model: 3}", r"policy\.model: 3 is wrong, wanted text"),
-        ("redis: 5", r"redis: 5 is wrong, wanted a section with connect_timeout, data"),
+        ("redis: 5", r"redis: 5 is wrong, wanted a section with address_file, connect_timeout, data"),
         ("line: {lanes: [a]}", r"line\.lanes: \['a'\] is wrong, wanted a mapping"),
         ("line: {lanes: {}}", r"line\.lanes: \{\} is wrong, wanted at least one entry"),
         ("line: {lanes: {a: 0}}", r"line\.lanes\.a: 0 is wrong, wanted greater than or equal to 1"),
