@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 ARGS   ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-train test test-vllm test-trainers check format bench soak system docs clean
+.PHONY: help demo demo-train test test-slurm test-vllm test-trainers check format bench soak system docs clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' Makefile
@@ -22,6 +22,10 @@ demo-train: $(STAMP) ## a real RL run: TRL on a tiny model, vLLM on the CPU, fiv
 test: $(STAMP) ## all tests but the long ones; with CI=true installs the services first (ARGS="-k queue")
 	@if [ "$${CI:-}" = true ]; then $(MAKE) --no-print-directory system; fi
 	@.ci/tests.sh $(BIN)/pytest $(ARGS)
+
+test-slurm: $(STAMP) ## tests on a private Slurm of four nodes, seven minutes (ARGS='-m "not slow"' leaves the long ones out)
+	@if [ "$${CI:-}" = true ]; then $(MAKE) --no-print-directory system; fi
+	@$(BIN)/pytest tests/slurm $(ARGS) </dev/null
 
 test-vllm: $(STAMP) ## tests against a real vLLM on the CPU; installs it into .venv-vllm first, 3 GB (ARGS='-m "not slow"')
 	@.ci/vllm.sh $(BIN)/python $(VENV)-vllm
@@ -49,19 +53,22 @@ bench: $(STAMP) ## figures of this machine, into benchmarks/results/ (keep the m
 	$(BIN)/python benchmarks/policy.py --json benchmarks/results/policy.json
 	$(BIN)/python benchmarks/handlers.py --json benchmarks/results/handlers.json
 	$(BIN)/python benchmarks/trainer.py --json benchmarks/results/trainer.json
+	$(BIN)/python benchmarks/scaling.py --json benchmarks/results/scaling.json
 
 soak: $(STAMP) ## the full sizes: the long tests, then the benchmarks
-	$(BIN)/pytest tests -m slow --timeout 3600 --ignore tests/vllm --ignore tests/trainers $(ARGS)
+	$(BIN)/pytest tests -m slow --timeout 3600 --ignore tests/slurm --ignore tests/vllm --ignore tests/trainers $(ARGS)
+	@$(MAKE) --no-print-directory test-slurm ARGS="-m slow --timeout 3600"
 	@$(MAKE) --no-print-directory test-vllm ARGS="-m slow"
 	@$(MAKE) --no-print-directory test-trainers ARGS="-m slow"
 	@$(MAKE) --no-print-directory bench ARGS=
 
-system: ## what changes the machine: installs redis-server, bubblewrap, busybox and Apptainer where missing; says so first
+system: ## what changes the machine: installs Redis, bubblewrap, busybox, Apptainer, Chromium and Slurm where missing; says so first
 	@.ci/system.sh
 
-docs: $(STAMP) ## write docs/config.md and docs/redis-keys.md anew, from config.yaml and pipeline/queue.py
+docs: $(STAMP) ## write docs/config.md, docs/redis-keys.md and sbatch/ anew, from config.yaml and the code
 	$(BIN)/python .ci/config_page.py > docs/config.md
 	$(BIN)/python .ci/keys_page.py > docs/redis-keys.md
+	$(BIN)/python .ci/sbatch_pages.py
 
 clean: ## remove .venv, .venv-vllm, .venv-trainers and caches
 	rm -rf $(VENV) $(VENV)-vllm $(VENV)-trainers .mypy_cache .ruff_cache .pytest_cache .hypothesis

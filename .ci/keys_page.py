@@ -19,8 +19,8 @@ show`, `ls` and `audit`.
 |---|---|---|
 """
 TAIL = """
-An empty line keeps `schema`, `seq`, `counts`, `tick`, and the keys that end by themselves (letters, tombstones,
-workers, claims, doorbells). `rollout audit` finds what is left over without an owner.
+An empty line keeps `schema`, `seq`, `counts`, `files`, `tick`, and the keys that end by themselves (letters,
+tombstones, workers, claims, doorbells). `rollout audit` finds what is left over without an owner.
 """
 TYPES = "hash, zset|strings?|counter|hash|lists?|set|zset"
 ROW = re.compile(rf"^    (?P<key>\S.*?)\s+(?P<type>{TYPES})\s{{2,}}(?P<what>\S.*)$")

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What the tests need from the machine itself: a Redis server (redis-server or valkey-server >= 7 on PATH), and for
-# sandboxes bubblewrap, newuidmap, busybox and Apptainer; for browser tasks Chromium. Says first what it will do; does
-# nothing where all is there already.
+# sandboxes bubblewrap, newuidmap, busybox and Apptainer; for browser tasks Chromium; for `make test-slurm` Slurm's
+# daemons and commands, and munge. Says first what it will do; does nothing where all is there already.
 # Needs no systemd; starts no service. Without Redis it fails; without the rest only where CI=true.
 # Environment: APPTAINER_DEB and others, see install-apptainer.sh.
 set -euo pipefail
@@ -37,27 +37,28 @@ redis_here() {
     done
     return 1
 }
-install_redis() {
-    say "will install the package redis-server (apt-get install), and keep its service from starting"
+install_still() { # $1: the service that would start with the packages, $2: its pid file, then the packages
     # Packages start their service at once; a policy of 101 forbids that. One that is there already is the owner's: kept.
-    local policy=/usr/sbin/policy-rc.d made=no before=no done=0
+    local service=$1 pid=$2 policy=/usr/sbin/policy-rc.d made=no before=no done=0
+    shift 2
     if [ ! -e "$policy" ]; then
         made=yes
         printf '#!/bin/sh\nexit 101\n' | "${root[@]}" tee "$policy" >/dev/null
         "${root[@]}" chmod 755 "$policy"
     fi
-    [ -e /run/redis/redis-server.pid ] && before=yes
-    apt_install redis-server || done=$?
+    [ -e "$pid" ] && before=yes
+    apt_install "$@" || done=$?
     [ "$made" = no ] || "${root[@]}" rm -f "$policy"
-    if [ "$before" = no ] && [ -e /run/redis/redis-server.pid ]; then
-        say "stopping the redis service that the installation started"
-        "${root[@]}" service redis-server stop || true
+    if [ "$before" = no ] && [ -e "$pid" ]; then
+        say "stopping the service $service that the installation started"
+        "${root[@]}" service "$service" stop || true
     fi
     return "$done"
 }
 if ! redis_here; then
     can_install "redis-server >= 7" || exit 1
-    install_redis || { say "redis-server could not be installed" >&2; exit 1; }
+    say "will install the package redis-server (apt-get install), and keep its service from starting"
+    install_still redis-server /run/redis/redis-server.pid redis-server || { say "redis-server could not be installed" >&2; exit 1; }
     redis_here || { say "the redis-server of this distribution is too old; the tests need 7 or newer" >&2; exit 1; }
 fi
 
@@ -98,6 +99,18 @@ if ! chromium_here >/dev/null && can_install chromium-headless-shell; then
         lack "Chromium could not be installed: the tests of the web family will say so"
 fi
 if chromium_here >/dev/null; then say "Chromium is here ($(chromium_here))"; fi
+
+# --- Slurm: `make test-slurm` starts a private one of several nodes, which needs no service
+slurm_here() {
+    local program
+    for program in slurmctld slurmd munged sbatch squeue ps; do command -v "$program" >/dev/null || return 1; done
+}
+if ! slurm_here && can_install "slurmctld, slurmd and munge"; then
+    say "will install slurmctld, slurmd, slurm-client, munge and procps (apt-get install), and keep their services from starting"
+    install_still munge /run/munge/munged.pid slurmctld slurmd slurm-client munge procps >/dev/null ||
+        lack "Slurm could not be installed: the tests of the line on Slurm will say so"
+fi
+if slurm_here; then say "$(slurmctld -V) is here"; fi
 
 if [ "$missing" = 1 ]; then
     [ "${CI:-}" != true ] || exit 1

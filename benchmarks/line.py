@@ -213,11 +213,11 @@ def lag_p99(text: str) -> float:
 async def listing(line: Bench, count: int) -> dict[str, float]:
     """A page of 50 out of `count` waiting rollouts."""
     async with RolloutClient(config=line.config.changed({"line.max_length": 0})) as client:
-        task = encode_compressed(Task(handler=STAMP))
+        task = encode_compressed(Task(handler=STAMP), client.queue.schema)
         for at in range(0, count, 5000):
             group = f"g{at}"
             pairs = [
-                (rollout_id(group, k), encode(Envelope(id=rollout_id(group, k), group=group, handler=STAMP)))
+                (id := rollout_id(group, k), encode(Envelope(id=id, group=group, handler=STAMP), client.queue.schema))
                 for k in range(min(5000, count - at))
             ]
             await client.queue.enqueue(group, task, pairs)

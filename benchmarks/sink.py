@@ -1,8 +1,8 @@
 """A policy server that does no work of its own, so that what is measured is the client: `python benchmarks/sink.py`.
 
 It reads each generate body and drops it, holds the call for `--hold` seconds (drawn evenly between half and one and a
-half of it), and answers `--tokens` tokens from a body that it made once. A probe, which has one token, is answered at
-once.
+half of it; with `--even` exactly so long), and answers `--tokens` tokens from a body that it made once. A probe, which
+has one token, is answered at once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ SMALL = 1000
 class Sink:
     """`open`: calls that are held now, `most`: at once so far, `done`: answered."""
 
-    def __init__(self, hold: float, tokens: int) -> None:
+    def __init__(self, hold: float, tokens: int, spread: float = 0.5) -> None:
+        self.spread = spread
         self.hold, self.answer, self.probe = hold, reply(tokens), reply(1)
         self.open = self.most = self.done = 0
         self._chance = random.Random(7)
@@ -38,7 +39,7 @@ class Sink:
         self.most = max(self.most, self.open)
         try:
             if self.hold:
-                await asyncio.sleep(self.hold * self._chance.uniform(0.5, 1.5))
+                await asyncio.sleep(self.hold * self._chance.uniform(1 - self.spread, 1 + self.spread))
         finally:
             self.open -= 1
         self.done += 1
@@ -96,8 +97,9 @@ def main() -> None:
     parser.add_argument("--port-file", type=Path, required=True)
     parser.add_argument("--hold", type=float, default=0.0)
     parser.add_argument("--tokens", type=int, default=1)
+    parser.add_argument("--even", action="store_true", help="every call is held for exactly --hold seconds")
     options = parser.parse_args()
-    asyncio.run(serve(Sink(options.hold, options.tokens), options.port_file))
+    asyncio.run(serve(Sink(options.hold, options.tokens, 0.0 if options.even else 0.5), options.port_file))
 
 
 if __name__ == "__main__":

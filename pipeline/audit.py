@@ -11,6 +11,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from pipeline.audit_files import audit_files
 from pipeline.audit_reads import lossy_text, portions, read_pages, read_together
 from pipeline.envelope import WORKING
 from pipeline.queue import Queue
@@ -21,13 +22,13 @@ MOST = 100
 STAGES = (*(stage.value for stage in WORKING), "done")
 SINGLE = {
     "schema", "seq", "due", "places", "workers", "beats", "counts", "tick", "blind", "backends", "policy", "versions",
-    "loads", "closing", "paused", "spare",
+    "loads", "closing", "paused", "spare", "files", "trash",
 }  # fmt: skip
 FAMILIES = {
     "r", "a", "p", "t", "g", "m", "ready", "place", "lease", "delayed", "groups", "own", "died", "credit", "claim",
-    "bell", "dead", "letter", "gone", "started", "backend", "raise", "other",
+    "bell", "dead", "letter", "gone", "started", "backend", "raise", "other", "doctor", "turn", "client",
 }  # fmt: skip
-EXPIRING = {"died", "claim", "letter", "gone", "raise"}
+EXPIRING = {"died", "claim", "letter", "gone", "raise", "doctor", "client"}
 
 
 @dataclass
@@ -54,6 +55,7 @@ async def audit(queue: Queue) -> list[str]:
     findings = list(found.wrong)
     for check in (_rollouts, _owners, _payloads, _groups, _complete, _spare, _lanes, _counters, _backends, _lives):
         findings.extend(await check(queue, found))
+    findings.extend(await audit_files(queue))
     if len(findings) > MOST:
         findings[MOST:] = [f"and {len(findings) - MOST} findings more"]
     return findings

@@ -21,8 +21,9 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
+from pipeline.arrival import arrived
 from pipeline.config import Config, load
-from pipeline.connection import check, connect
+from pipeline.connection import connect
 from pipeline.consumer import Consumer
 from pipeline.envelope import Task
 from pipeline.feed import Tasks
@@ -49,7 +50,7 @@ class RolloutClient(RunClient):
         from pipeline.server import located
 
         config = config or load()
-        config = located(config.changed({"redis.url": url}) if url else config)
+        config = located(config.changed({"redis.url": url, "redis.address_file": ""}) if url else config)
         name = f"client-{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
         self._client = connect(config)
         queue = Queue(self._client, config, patience=config.limits.outage)
@@ -68,10 +69,14 @@ class RolloutClient(RunClient):
         await self.close()
 
     async def open(self) -> None:
-        """Connect. Raises RedisUnavailable or ConfigError, a sentence that says what is wrong."""
-        for warning in (await check(self._client)).warnings:
+        """Connect; a Redis that may move is waited for, limits.outage at most.
+
+        Raises RedisUnavailable or ConfigError, a sentence that says what is wrong.
+        """
+        for warning in (await arrived(self._client, self.queue.config)).warnings:
             log.warning("%s", warning)
         await self.queue.check_schema()
+        await self.queue.check_files()
         self._consumer.open()
 
     async def close(self) -> None:

@@ -320,7 +320,13 @@ def load(path: Path | None = None, overrides: Sequence[str] = (), environ: Mappi
         merged.put_file(sources.read_file(source))
     merged.put_variables(environ, prefix="ROLLOUT_", special=SPECIAL_VARIABLES)
     merged.put_overrides(overrides)
-    return Config._checked(merged, source)
+    config = Config._checked(merged, source)
+    if config.redis.url and config.redis.address_file:
+        raise ConfigError(
+            f"{merged.origin}: redis.url and redis.address_file are both set: a Redis has one address, or it may move "
+            "and publishes where it is; leave one of them empty"
+        )
+    return config
 
 
 def _find(path: Path | None, environ: Mapping[str, str]) -> Path | None:

@@ -1,5 +1,6 @@
 """Connections to Redis, a look at what kind of server it is, and its errors as sentences.
 
+A Redis that may move has an address file (pipeline/address_file.py), which every new connection reads again.
 Nothing is tried again here: the verbs of the queue are idempotent and their callers repeat them, who alone know for
 how long that makes sense. The password comes from a file or from the URL, and never appears in a message.
 """
@@ -21,8 +22,10 @@ from redis.backoff import NoBackoff
 from redis.connection import PythonRespSerializer
 from redis.retry import Retry
 
+from pipeline import address_file
 from pipeline.config import Config
 from pipeline.errors import ConfigError, RedisUnavailable
+from pipeline.moving import AsyncMovingConnection, MovingConnection, NotPublished
 
 OLDEST = (6, 2)
 # The longest time that one blocking command may ask for (seconds); a blocking client waits this much longer, and no
@@ -62,25 +65,26 @@ def connect(config: Config, *, blocking: bool = False, name: str = "") -> redis.
     for that much longer. `name` is shown by CLIENT LIST. Raises ConfigError (no URL, a bad one, no password file).
     """
     options = _options(config, blocking=blocking, name=name)
-    pool = redis.asyncio.BlockingConnectionPool.from_url(
-        _url(config), retry=AsyncRetry(NoBackoff(), 0), max_connections=CONNECTIONS, timeout=60, **options
-    )
-    return redis.asyncio.Redis.from_pool(pool)
+    options |= {"retry": AsyncRetry(NoBackoff(), 0), "max_connections": CONNECTIONS, "timeout": 60}
+    file = address_file.file_of(config)
+    if file is not None:
+        options |= {"connection_class": AsyncMovingConnection, "address_file": file}
+        return redis.asyncio.Redis.from_pool(redis.asyncio.BlockingConnectionPool(**options))
+    return redis.asyncio.Redis.from_pool(redis.asyncio.BlockingConnectionPool.from_url(_url(config), **options))
 
 
 def connect_sync(config: Config, *, blocking: bool = False, name: str = "") -> redis.Redis:
     """The same for threads and plain code."""
     options = _options(config, blocking=blocking, name=name)
-    pool = redis.BlockingConnectionPool.from_url(
-        _url(config),
-        retry=Retry(NoBackoff(), 0),
-        max_connections=CONNECTIONS,
-        timeout=60,
-        # hiredis reads faster, but its packer copies: a 1 MB write takes 1.5 ms instead of 0.35 ms.
-        command_packer=PythonRespSerializer(_CUTOFF, Encoder("utf-8", "strict", False).encode),  # type: ignore[no-untyped-call]
-        **options,
-    )
-    return redis.Redis.from_pool(pool)
+    options |= {"retry": Retry(NoBackoff(), 0), "max_connections": CONNECTIONS, "timeout": 60}
+    # hiredis reads faster, but its packer copies: a 1 MB write takes 1.5 ms instead of 0.35 ms.
+    packer = PythonRespSerializer(_CUTOFF, Encoder("utf-8", "strict", False).encode)  # type: ignore[no-untyped-call]
+    options["command_packer"] = packer
+    file = address_file.file_of(config)
+    if file is not None:
+        options |= {"connection_class": MovingConnection, "address_file": file}
+        return redis.Redis.from_pool(redis.BlockingConnectionPool(**options))  # type: ignore[no-untyped-call]
+    return redis.Redis.from_pool(redis.BlockingConnectionPool.from_url(_url(config), **options))
 
 
 def _options(config: Config, *, blocking: bool, name: str) -> dict[str, Any]:
@@ -91,9 +95,10 @@ def _options(config: Config, *, blocking: bool, name: str) -> dict[str, Any]:
         "protocol": 2,  # no HELLO: an old server can still be asked for its version
         "driver_info": None,  # saves two round trips at each connect
     }
-    if not config.redis.url.startswith("unix:"):
+    moves = address_file.file_of(config) is not None
+    if moves or not config.redis.url.startswith("unix:"):
         options["socket_keepalive"] = True
-    if config.redis.password_file:
+    if config.redis.password_file and not moves:  # else the password stands beside the address
         options["password"] = read_password(config.path_of(config.redis.password_file))
     if name:
         options["client_name"] = re.sub(r"[^!-~]+", "-", name)  # CLIENT SETNAME takes printable ASCII without spaces
@@ -198,6 +203,8 @@ def _warnings(facts: ServerFacts, url: str, cluster: bool) -> list[str]:
 
 def explain(error: BaseException, url: str) -> str:
     """A redis or socket error as a sentence: what happened, where, what to do. The password is left out."""
+    if isinstance(error, NotPublished) or isinstance(error.__cause__, NotPublished):
+        return str(error)
     place, text = redacted(url) or "Redis", _without_password(" ".join(str(error).split()), url)
     wrong = text.lower()
     # By its words too: while connecting, redis-py wraps a refused password as a plain ConnectionError.
@@ -233,6 +240,11 @@ def _without_password(text: str, url: str) -> str:
 
 def _address(client: redis.asyncio.Redis | redis.Redis) -> str:
     known = client.connection_pool.connection_kwargs
+    if known.get("address_file"):
+        try:
+            return address_file.read(known["address_file"]).url
+        except RedisUnavailable:
+            return ""
     if known.get("path"):
         return f"unix://{known['path']}"
     return f"redis://{known.get('host', 'localhost')}:{known.get('port', 6379)}"

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from pipeline import task_lines
 from pipeline.columns import filled, plain
 from pipeline.config import Config, DatasetConfig, load
-from pipeline.envelope import Task, check_task, decode, encode
+from pipeline.envelope import SCHEMA, Task, check_task, decode, encode
 from pipeline.errors import ConfigError, TaskError, UnknownHandler
 from pipeline.known_columns import recognised, unknown
 from pipeline.parquet import is_parquet, rows_of
@@ -268,7 +268,7 @@ class Spool:
         """Raises TaskError where the disk is full."""
         try:
             self._file.seek(self._ends[-1])
-            self._ends.append(self._ends[-1] + self._file.write(encode(task)))
+            self._ends.append(self._ends[-1] + self._file.write(encode(task, SCHEMA)))
         except OSError as error:
             raise TaskError(f"the tasks can't be put aside in {tempfile.gettempdir()}: {error.strerror}") from None
 

@@ -16,8 +16,18 @@ from pipeline import wire
 from pipeline.errors import EnvelopeError, TaskError
 from pipeline.trajectory import Trajectory
 
-SCHEMA = 1
-"""Number of the line's message format. A message with another number is a stray: an EnvelopeError."""
+SCHEMA = 2
+"""The newest message format that this version writes. 2: a payload or a task may lie in a file (payload_files.py)."""
+
+OLDEST_SCHEMA = 1
+"""The oldest one that it reads, and writes on a line of that number: the line's own number counts (queue_calls.py).
+
+The maps are the same in 1 and 2, but for the number. A message of any other number is a stray: an EnvelopeError.
+"""
+
+
+READS = str(SCHEMA) if OLDEST_SCHEMA == SCHEMA else f"{OLDEST_SCHEMA} to {SCHEMA}"
+"""The schemas that this version reads, for sentences."""
 
 
 class Stage(StrEnum):
@@ -105,12 +115,12 @@ _TYPES: dict[str, tuple[type, ...]] = {
 }  # fmt: skip
 
 
-def to_map(message: Task | Envelope | Payload) -> dict[str, Any]:
-    """The msgpack map of a message, with its schema number."""
+def to_map(message: Task | Envelope | Payload, schema: int) -> dict[str, Any]:
+    """The msgpack map of a message. `schema`: the number of the line that it goes to (`Queue.schema`)."""
     named = {item.name: getattr(message, item.name) for item in fields(message) if item.name != "extra"}
     if isinstance(message, Payload) and message.trajectory is not None:
         named["trajectory"] = message.trajectory.to_wire()
-    return {**message.extra, **named, "schema": SCHEMA}
+    return {**message.extra, **named, "schema": schema}
 
 
 def from_map(cls: type[Message], value: Any, raw: bytes = b"") -> Message:
@@ -119,8 +129,8 @@ def from_map(cls: type[Message], value: Any, raw: bytes = b"") -> Message:
     if not isinstance(value, dict):
         raise EnvelopeError(f"expected a {name}, found a {type(value).__name__}", raw)
     schema = value.get("schema")
-    if type(schema) is not int or schema != SCHEMA:
-        raise EnvelopeError(f"{name} of schema {schema!r:.80}: this version reads {SCHEMA}", raw)
+    if type(schema) is not int or not OLDEST_SCHEMA <= schema <= SCHEMA:
+        raise EnvelopeError(f"{name} of schema {schema!r:.80}: this version reads {READS}", raw)
     known = {item.name for item in fields(cls)} - {"extra"}
     named = {key: item for key, item in value.items() if key in known}
     for key, item in named.items():
@@ -136,9 +146,9 @@ def from_map(cls: type[Message], value: Any, raw: bytes = b"") -> Message:
         raise EnvelopeError(f"this is no {name}: {error}", raw) from error
 
 
-def encode(message: Task | Envelope | Payload) -> bytes:
-    """Plain msgpack bytes: for the envelope, which is small."""
-    return wire.pack(to_map(message))
+def encode(message: Task | Envelope | Payload, schema: int) -> bytes:
+    """Plain msgpack bytes: for the envelope, which is small. `schema`: the line's (`Queue.schema`)."""
+    return wire.pack(to_map(message, schema))
 
 
 def decode(cls: type[Message], data: bytes) -> Message:
@@ -146,9 +156,9 @@ def decode(cls: type[Message], data: bytes) -> Message:
     return from_map(cls, wire.unpack(data), data)
 
 
-def encode_compressed(message: Task | Envelope | Payload, level: int = 1) -> bytes:
-    """zstd over msgpack: for tasks and payloads."""
-    return wire.compress(to_map(message), level)
+def encode_compressed(message: Task | Envelope | Payload, schema: int, level: int = 1) -> bytes:
+    """zstd over msgpack: for tasks and payloads. `schema`: the line's (`Queue.schema`)."""
+    return wire.compress(to_map(message, schema), level)
 
 
 def decode_compressed(cls: type[Message], data: bytes) -> Message:
@@ -159,7 +169,7 @@ def decode_compressed(cls: type[Message], data: bytes) -> Message:
 def check_task(task: Task) -> None:
     """Raise TaskError unless a worker can decode this task: types, limits, an id that can stand in a key."""
     try:
-        from_map(Task, wire.unpack(encode(task)))
+        from_map(Task, wire.unpack(encode(task, SCHEMA)))
     except EnvelopeError as error:
         raise TaskError(str(error)) from None
     for name, value in task.limits.items():

@@ -10,6 +10,7 @@
     │   ├── LimitExceeded           a stage's working time is over
     │   │   └── EvaluationTimeout       the tests did not end in time: once more, then as `limits.eval_timeout` says
     │   └── WorkerLost              the process that ran the attempt died, or was told to give it back
+    │       └── PayloadFilesAway        the folder of the payload files can't be used on this machine
     ├── Fatal                   trying again can't help: the rollout ends `failed` at once
     │   ├── TaskError               the task's own data is wrong
     │   ├── OutOfTime               the working time of the whole rollout is over
@@ -18,6 +19,7 @@
     │   ├── EnvelopeError           bytes that are no envelope of ours, or break its invariants
     │   │   └── TrajectoryError         ids, mask, logprobs or turns that do not fit together
     │   └── ConfigError             a setting is wrong
+    │       └── TooOld                  the line was raised to messages that this installation does not read
     ├── ContextFull             the policy's window holds no further token: the rollout is scored, marked truncated
     ├── NeedsPlace              INIT found that the rollout needs a sandbox: it waits for a host with room
     ├── Stale                   the lease token is no longer ours: what we hold is worth nothing now
@@ -102,6 +104,10 @@ class WorkerLost(Retryable):
     kind = "worker"
 
 
+class PayloadFilesAway(WorkerLost):
+    """A payload lies in a file that this machine can't read or write now (payload.dir)."""
+
+
 class Fatal(LineError):
     """Trying again can't help."""
 
@@ -151,6 +157,10 @@ class ConfigError(Fatal):
     """A setting is wrong."""
 
     kind = "config"
+
+
+class TooOld(ConfigError):
+    """The line's schema is above what this installation reads: it takes nothing more. Upgrade it."""
 
 
 class ContextFull(LineError):

@@ -1,14 +1,22 @@
-"""Keeps a trainer's leases alive from a thread of its own, while it trains: popped rollouts, a pause of the policy."""
+"""Keeps a trainer's leases alive from a thread of its own, while it trains: popped rollouts, a pause of the policy.
+
+With each beat the client says that it lives and what it reads (for `rollout schema`), and hears of a raised schema.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import socket
 import threading
 from collections.abc import Iterable
 
 import redis
+from redis.exceptions import RedisError
 
-from pipeline.leases import Popped
+from pipeline.leases import Popped, read_beat
+from pipeline.line_schema import package_version
 from pipeline.queue import Queue
 from pipeline.scripts import run_script
 
@@ -28,7 +36,7 @@ class Keeper(threading.Thread):
         self._consumer = consumer
         self._lease = lease
         self._held: dict[str, Popped] = {}
-        self._pausing = False
+        self._pausing = self._said_old = False
         self._lock = threading.Lock()
         self._ending = threading.Event()
 
@@ -63,10 +71,10 @@ class Keeper(threading.Thread):
             return list(self._held.values())
 
     def run(self) -> None:
-        while not self._ending.wait(self._lease / 3):
+        while not self._ending.is_set():
             with self._lock:
                 held = list(self._held.values())
-            for at in range(0, len(held), 500):
+            for at in range(0, max(len(held), 1), 500):
                 try:
                     self._beat(held[at : at + 500])
                 except Exception as error:  # a keeper that ended would let every popped lease run out
@@ -75,12 +83,24 @@ class Keeper(threading.Thread):
                 self._keep_pause()
             except Exception as error:
                 log.warning("the policy's pause can't be renewed now (%s); it is tried again", error)
+            self._ending.wait(self._lease / 3)
+        with contextlib.suppress(RedisError, OSError):  # it expires by itself
+            self._client.delete(self._queue.key("client", self._consumer))
 
     def _beat(self, held: list[Popped]) -> None:
         triples = [("done", lease.id, lease.token) for lease in held]
-        arguments = list(self._queue.beat_arguments(self._consumer, None, triples))
+        life = max(1, int(self._lease))
+        about = {
+            "reads": self._queue.reads, "version": package_version(), "host": socket.gethostname(), "pid": os.getpid(),
+            "life": life,
+        }  # fmt: skip
+        arguments = list(self._queue.beat_arguments(self._consumer, about, triples, life))
         arguments[1] = int(self._lease * 1000)
-        run_script(self._client, "beat", self._queue.prefix, tuple(arguments))
+        reply = run_script(self._client, "beat", self._queue.prefix, tuple(arguments))
+        self._queue.hear_schema(read_beat(reply).schema)
+        if self._queue.outdated and not self._said_old:
+            self._said_old = True
+            log.error("%s. What is popped may still be acknowledged", self._queue.too_old())
 
     def _keep_pause(self) -> None:
         if not self._pausing:

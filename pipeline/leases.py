@@ -51,6 +51,14 @@ class Ticked:
     promoted: int
     blind: bool
     over: int
+    schema: int
+
+
+class Beaten(NamedTuple):
+    """What a beat was told: the line's schema (0: it has none); of each lease 1 (held), 0 (lost), a cancel's reason."""
+
+    schema: int
+    held: list[str | int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,13 +80,16 @@ class Failure:
     exit_code: str = ""
 
 
-def read_beat(reply: Sequence[Any]) -> list[str | int]:
-    return [item if isinstance(item, int) else text_of(item) for item in reply]
+def read_beat(reply: Sequence[Any]) -> Beaten:
+    schema, *held = reply
+    return Beaten(int(schema), [item if isinstance(item, int) else text_of(item) for item in held])
 
 
 def read_tick(reply: Sequence[Any]) -> Ticked:
-    expired, failed, promoted, blind, over = map(int, reply)
-    return Ticked(expired=expired, failed=failed, promoted=promoted, blind=bool(blind), over=over)
+    expired, failed, promoted, blind, over, schema = map(int, reply)
+    return Ticked(
+        expired=expired, failed=failed, promoted=promoted, blind=bool(blind), over=over, schema=schema
+    )  # fmt: skip
 
 
 def read_claim(row: Sequence[Any]) -> Claim:

@@ -75,7 +75,10 @@ async def requeue(queue: Queue, id: str, *, again: bool = False) -> str:
     if "requeued_in" in letter and not again:
         raise TaskError(f"{id} was requeued already, as {letter['requeued'].decode()}: say --again for one more")
     group = letter["group"].decode()
-    task = await queue.read_task(group)
+    try:
+        task = await queue.read_task(group)
+    except EnvelopeError as error:
+        raise TaskError(f"the task of group {group} can't be read ({error}): enqueue it anew") from None
     if task is None:
         raise TaskError(f"the task of group {group} is not kept any more: enqueue it anew")
     try:
@@ -100,7 +103,8 @@ async def _enqueue(queue: Queue, id: str, group: str, task: bytes, old: Envelope
         enqueued=time.time(), retry_of=id, extra=old.extra,
     )  # fmt: skip
     await queue.enqueue(
-        fresh, task, [(new, encode(envelope))], lane=old.lane, priority=old.priority, samples=1, handler=old.handler
-    )
+        fresh, task, [(new, encode(envelope, queue.schema))], lane=old.lane, priority=old.priority, samples=1,
+        handler=old.handler,
+    )  # fmt: skip
     await queue.execute("HSET", key, "requeued_in", "1")
     return new

@@ -116,9 +116,11 @@ class Producer:
             for sample in samples
         ]
         closes: GroupPolicy = about["closes"]
+        schema = self._queue.schema
         parted = closes.rest == "later" and len(envelopes) < about["samples"]
         return await self._queue.enqueue(
-            group, encode_compressed(task), [(item.id, encode(item)) for item in envelopes], lane=about["lane"],
+            group, encode_compressed(task, schema), [(item.id, encode(item, schema)) for item in envelopes],
+            lane=about["lane"],
             priority=about["priority"], samples=about["samples"], queue_ttl=self._config.limits.queue_ttl,
             deadline=task.deadline, handler=task.handler, asked=about["asked"], wanted=closes.wanted(about["asked"]),
             life=closes.deadline, rest=closes.rest, closed=closes.why(about["asked"]) if parted else "",

@@ -4,7 +4,7 @@ and worker_verbs.py, and what must be atomic in the Lua beside them.
 Every key begins with the line's prefix "{name}", one hash tag. Life: until the last ack of its rollout or group, unless
 stated.
 
-    schema          string   message format of the line
+    schema          string   number of the line's message format; `rollout schema raise` raises it
     seq             counter  order in which groups were enqueued
     r:ID            hash     one rollout: env group lane order stage state token owner attempts:STAGE losses deaths
                              alone since entered waited worked restart payload sandbox place cancel overdue ttl
@@ -13,7 +13,10 @@ stated.
     a:ID            list     its attempts, JSON, the last 40
     p:ID:TOKEN      string   payload written by the holder of TOKEN (zstd msgpack); expires until a commit makes it stay
     t:GROUP         string   the task of a group (zstd msgpack); where a letter needs it, it outlives the last ack by
-                             keep.dead_days
+                             keep.dead_days. Each of the two may instead be the reference of a file under payload.dir
+                             (path, size, digest)
+    files           string   the line's folder under payload.dir, and who made it where (JSON)
+    trash           zset     references of files whose keys went, by that time (ms): a worker removes them 10 s later
     g:GROUP         hash     samples asked lane order done left letters begun; wanted life rest, and usable closed part
                              clock spare, where it may close before all have ended
     m:GROUP         set      ids of the group that are not acked
@@ -29,8 +32,10 @@ stated.
     due             zset     rollouts by the time their deadline or queue_ttl ends (ms)
     own:WORKER      set      ids that a worker or consumer holds; empty = gone
     died:WORKER     string   how many rollouts it held when its leases ran out; 1 h
-    credit:STAGE    hash     lane -> credit of the weighted turn
-    claim:W:STAGE   hash     last claim of a worker (nonce, what it got); 1 h
+    turn:STAGE      hash     lane -> credit of the weighted turn
+    credit:STAGE    hash     the same, of older versions' claims; a string once the schema was raised, which stops them
+    client:NAME     string   what a trainer's client says of itself (JSON); expires
+    claim:W:STAGE   hash     last claim of a worker or client (nonce, what it got, the newest schema that it reads); 1 h
     bell:STAGE, bell:done:LANE, bell:place, bell:worker:W   lists   doorbells, 64 rings at most; a worker's 1 h
     dead:STAGE      zset     dead letters by time (ms); keep.dead_days
     letter:ID       hash     copy of a failed rollout for people; keep.dead_days
@@ -49,6 +54,7 @@ stated.
     raise:ID        string   who changes this backend's weights now; expires
     other:NAME:backend:ID, other:NAME:backends, other:NAME:loads, other:NAME:policy   hash, zset   the same four keys
                              for the servers of another policy (section `policies`: a judge); it has no updates
+    doctor:RUN      hash     notes by which the nodes of a `rollout doctor --cluster` find each other (JSON); 15 min
     tick, blind     strings  last tick; until when no lease expires (server ms)
 
 Promise: at-least-once execution, exactly-once commit per (rollout, stage), bounded attempts, refusal instead of

@@ -17,8 +17,8 @@ from redis.exceptions import (
 )
 
 from pipeline.config import Config
-from pipeline.envelope import SCHEMA
-from pipeline.errors import ConfigError, RedisUnavailable
+from pipeline.envelope import OLDEST_SCHEMA, READS, SCHEMA
+from pipeline.errors import ConfigError, RedisUnavailable, TooOld
 from pipeline.scripts import Pipeliner
 
 T = TypeVar("T")
@@ -34,6 +34,10 @@ def refuses_for_now(error: ResponseError) -> bool:
     """Whether the same command may work later: the server is there, but takes no writes."""
     kinds = (ReadOnlyError, BusyLoadingError, MasterDownError)  # redis-py cuts the code off these
     return isinstance(error, kinds) or str(error).startswith(REFUSING)
+
+
+RAISED = "RAISED "
+"""How a script's refusal begins to give out what this version may not read (`above` in prelude.lua)."""
 
 
 MEMORY_SEEN = 0.2
@@ -52,6 +56,7 @@ class QueueCalls:
         self.pipe = Pipeliner(client)
         self.dead_seconds = int(config.keep.dead_days * 86400)
         self.lease_ms = int(config.lease.seconds * 1000)
+        self.reads = self.line_schema = SCHEMA
         self._memory_seen = float("-inf")
         self._memory_high = False
 
@@ -76,6 +81,9 @@ class QueueCalls:
                         f"Redis does not answer: {error}. Is it running? `rollout doctor` looks"
                     ) from error
             except ResponseError as error:
+                if str(error).startswith(RAISED):
+                    self.hear_schema(int(str(error).removeprefix(RAISED)))
+                    raise TooOld(self.too_old()) from None
                 if not refuses_for_now(error):
                     raise
                 if loop.time() + wait > min(until, self.closing):
@@ -101,21 +109,58 @@ class QueueCalls:
         """One plain command, repeated while Redis is away: for reads and idempotent writes."""
         return await self.outlast(lambda: self.pipe.execute(*command))
 
-    async def check_schema(self) -> int:
-        """The line's schema number; a fresh line takes this version's. Raises ConfigError when they differ."""
+    # -- the line's schema -------------------------------------------------------------------------------------------
+
+    @property
+    def schema(self) -> int:
+        """The number that messages to this line carry: the line's own, as last heard, or the newest of this version."""
+        return min(self.line_schema, self.reads)
+
+    @property
+    def outdated(self) -> bool:
+        """Whether the line, as last heard, has messages that this version does not read."""
+        return self.line_schema > self.reads
+
+    def hear_schema(self, number: int) -> None:
+        """What a reply says of the line's schema; 0: the line has none. Safe in any thread."""
+        self.line_schema = number or self.line_schema
+
+    def too_old(self) -> str:
+        """The sentence of a process that must be upgraded."""
+        return (
+            f"line {self.config.line.name!r} has schema {self.line_schema}, this version reads {READS}: upgrade this "
+            "installation of rollout-line; until then it takes nothing from the line"
+        )
+
+    def check_current(self) -> None:
+        """Raises TooOld when the line, as last heard, is above what this version reads."""
+        if self.outdated:
+            raise TooOld(self.too_old())
+
+    async def look_at_schema(self) -> int | None:
+        """The line's schema number, None of a fresh line. Raises TooOld, or ConfigError when it is below what is read.
+
+        Before it, this process takes the line for one of its own number.
+        """
         told = await self.execute("GET", self.key("schema"))
-        if told is None:  # asked first: a full server refuses every SET, and must still be popped from
-            await self.execute("SET", self.key("schema"), SCHEMA, "NX")
-            told = await self.execute("GET", self.key("schema"))
-        found = int(told or SCHEMA)
-        if found != SCHEMA:
-            newer = (
-                "upgrade this installation" if found > SCHEMA else "finish the line's work with the older version first"
-            )
+        if told is None:
+            return None
+        self.line_schema = int(told)
+        self.check_current()
+        if self.line_schema < OLDEST_SCHEMA:
             raise ConfigError(
-                f"line {self.config.line.name!r} has schema {found}, this version speaks {SCHEMA}: {newer}"
+                f"line {self.config.line.name!r} has schema {self.line_schema}, this version reads {READS}: finish the "
+                "line's work with an older version, then raise it with one that reads both"
             )
-        return found
+        return self.line_schema
+
+    async def check_schema(self) -> int:
+        """The line's schema number; a fresh line takes this version's. Raises as `look_at_schema` does."""
+        found = await self.look_at_schema()
+        if found is None:  # asked first: a full server refuses every SET, and must still be popped from
+            await self.execute("SET", self.key("schema"), SCHEMA, "NX")
+            found = await self.look_at_schema()
+        return found or self.schema
 
     async def memory(self) -> tuple[int, int]:
         """(used, maxmemory) in bytes; maxmemory 0 means that none is set."""

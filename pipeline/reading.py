@@ -25,6 +25,9 @@ PAGES = 2
 SMALL = 64 * 1024
 """A page of fewer bytes (compressed) is decompressed in the loop: a thread would cost more than it gives."""
 
+Raw = bytes | EnvelopeError | None
+"""A payload's bytes, why its file gives none, or nothing: there is none."""
+
 
 class Head(NamedTuple):
     """All of a record but its payload: the rollout's hash, and its attempts."""
@@ -49,29 +52,33 @@ async def _head(queue: Queue, lease: Popped) -> Head:
 async def _page(queue: Queue, heads: Sequence[Head], free: asyncio.Semaphore) -> list[Rollout]:
     async with free:
         payloads = await asyncio.gather(*(_payload(queue, head) for head in heads))
-        large = sum(len(payload or b"") for payload in payloads) >= SMALL
+        large = sum(len(payload) for payload in payloads if isinstance(payload, bytes)) >= SMALL
         inflated = await asyncio.to_thread(_inflate, payloads) if large else _inflate(payloads)
         inflated.reverse()
         return [_record(head, *inflated.pop()) for head in heads]  # each one's bytes are free once it is read
 
 
-async def _payload(queue: Queue, head: Head) -> bytes | None:
+async def _payload(queue: Queue, head: Head) -> Raw:
+    """Raises PayloadFilesAway: this machine can't read it, and another one may."""
     token = head.fields.get("payload", b"").decode()
-    return await queue.read_payload(head.lease.id, token) if token else None
+    try:
+        return await queue.read_payload(head.lease.id, token) if token else None
+    except EnvelopeError as error:
+        return error
 
 
-def _inflate(payloads: list[bytes | None]) -> list[tuple[bytes | None, bool]]:
+def _inflate(payloads: list[Raw]) -> list[tuple[Raw, bool]]:
     """Each one's plain bytes, out of `payloads`; what does not decompress stays as it is: `results.read` says why."""
     payloads.reverse()
     return [_inflated(payloads.pop()) for _ in range(len(payloads))]
 
 
-def _inflated(payload: bytes | None) -> tuple[bytes | None, bool]:
+def _inflated(payload: Raw) -> tuple[Raw, bool]:
     try:
-        return (wire.inflate(payload), True) if payload else (payload, False)
+        return (wire.inflate(payload), True) if payload and isinstance(payload, bytes) else (payload, False)
     except EnvelopeError:
         return payload, False
 
 
-def _record(head: Head, payload: bytes | None, inflated: bool) -> Rollout:
+def _record(head: Head, payload: Raw, inflated: bool) -> Rollout:
     return read(head.lease, head.fields, head.attempts, payload, inflated=inflated)

@@ -139,13 +139,13 @@ def read(
     popped: Popped,
     fields: dict[str, bytes],
     attempts: list[dict[str, Any]],
-    payload: bytes | None,
+    payload: bytes | EnvelopeError | None,
     *,
     inflated: bool = False,
 ) -> Rollout:
     """A rollout's record from its hash and payload. Bytes that do not decode make it `failed`, kind `envelope`.
 
-    `inflated`: the payload's bytes are decompressed already (`wire.inflate`).
+    `payload`: its bytes, or why they can't be had. `inflated`: they are decompressed already (`wire.inflate`).
     """
 
     def text(name: str) -> str:
@@ -169,6 +169,8 @@ def read(
         )
     try:
         envelope = decode(Envelope, fields.get("env", b""))
+        if isinstance(payload, EnvelopeError):
+            raise payload
         if payload is None and fields.get("payload"):
             raise EnvelopeError(f"the payload that {text('payload')} committed is not there")
         content = (decode if inflated else decode_compressed)(Payload, payload) if payload else Payload()

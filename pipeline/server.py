@@ -13,18 +13,15 @@ import os
 import shutil
 import signal
 import subprocess
-import time
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import redis
-from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
-from redis.retry import Retry
 
-from pipeline import server_files as files, server_process as process
+from pipeline import address_file, server_files as files, server_process as process
 from pipeline.config import Config
 from pipeline.errors import ConfigError, RedisUnavailable
 from pipeline.server_files import State
@@ -41,6 +38,7 @@ class Server:
         self.pid = state.pid
         self._watcher = watcher
         self._lifeline = lifeline
+        self._cutting = threading.Lock()  # the number of a closed pipe may be another file's at once
 
     def __enter__(self) -> Self:
         return self
@@ -51,8 +49,21 @@ class Server:
         self.stop()
 
     def alive(self) -> bool:
-        """Whether the server's process runs."""
-        return self.state.alive()
+        """Whether the server's process runs, and what looks after it where it is tied."""
+        return self.state.alive() and (self._watcher is None or self._watcher.poll() is None)
+
+    def renewed(self, moment: float) -> None:
+        """For one that `start_guarded` made: its lock was renewed, as of this monotonic time."""
+        with self._cutting:
+            if self._lifeline is not None:
+                process.tell_guard(self._lifeline, moment)
+
+    def kill(self) -> None:
+        """End the server by SIGKILL, and wait for its end: nothing more is written."""
+        if self.state.alive():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+        self.stop()
 
     def configured(self, config: Config) -> Config:
         """The configuration with this server in it."""
@@ -60,9 +71,10 @@ class Server:
 
     def stop(self) -> None:
         """End the server and wait for its end; what is thrown away is removed. Safe twice."""
-        if self._lifeline is not None:
-            process.cut(self._lifeline)
-            self._lifeline = None
+        with self._cutting:
+            if self._lifeline is not None:
+                process.cut(self._lifeline)
+                self._lifeline = None
         if self._watcher is not None:
             try:
                 self._watcher.wait(STOP_SECONDS)
@@ -70,7 +82,7 @@ class Server:
                 self._watcher.kill()
                 self._watcher.wait()
             self._watcher = None
-        _end(self.state)
+        process.end(self.state)
 
 
 def start(
@@ -109,15 +121,53 @@ def start(
         return _start_in(home, throw=None, tied=tied, tcp=tcp, fraction=fraction)
 
 
+def start_guarded(
+    data: Path,
+    log: Path,
+    *,
+    tcp: tuple[str, int],
+    fraction: float,
+    limit: float,
+    given_up: Callable[[], bool] = lambda: False,
+) -> Server:
+    """Start a server on the data of a folder that other machines see, for whoever holds the lock of that folder.
+
+    It ends with this process, and `limit` seconds after the last call of `renewed`. Its small files (a password made
+    for it, its socket) lie in a folder of this machine's own that ends with it. Raises as `start`.
+    """
+    home = files.runtime_folder(stays=True)
+    try:
+        return _start_in(
+            home, throw=home, tied=True, tcp=tcp, fraction=fraction, data=data, log=log, limit=limit, given_up=given_up
+        )
+    except BaseException:
+        shutil.rmtree(home, ignore_errors=True)
+        raise
+
+
 def find(config: Config) -> State | None:
     """The living server on `redis.data` (default: the state folder), such as `rollout redis start` leaves one."""
     return files.read_state(_folder(config))
 
 
 def located(config: Config) -> Config:
-    """The configuration with the private server that `find` knows, where it names no Redis and there is one."""
+    """The configuration with a Redis in it, where there is one: the present address of one that may move, else the
+    private server that `find` knows, unless redis.url names another.
+
+    One that moves stays followed: redis.address_file is set then, also where no address is published yet (redis.url
+    is empty then); redis.url is for messages, and for the question which of this machine's addresses reaches it.
+    """
+    path = address_file.file_of(config)
+    if path is not None:
+        with contextlib.suppress(RedisUnavailable):
+            return _following(config, path, address_file.read(path).url)
+        return _following(config, path, "")
     known = None if config.redis.url else find(config)
     return config if known is None else _configured(config, known)
+
+
+def _following(config: Config, path: Path, url: str) -> Config:
+    return config.changed({"redis.url": url, "redis.address_file": str(path), "redis.password_file": ""})
 
 
 def status(folder: Path | None = None) -> State | None:
@@ -129,7 +179,7 @@ def stop(folder: Path | None = None) -> State | None:
     """End the server of a folder; its data stays. Returns what was ended, None when none ran."""
     state = status(folder)
     if state is not None:
-        _end(state)
+        process.end(state)
     return state
 
 
@@ -137,10 +187,13 @@ def stop(folder: Path | None = None) -> State | None:
 def provided(config: Config) -> Iterator[Config]:
     """The configuration with a Redis in it, for the length of the block.
 
-    In this order: the user's URL; a server that `find` knows; one that is started here and ends with the block (its
+    In this order: the user's URL, or the address of one that may move (RedisUnavailable where it has published none);
+    a server that `find` knows; one that is started here and ends with the block (its
     data kept where `redis.data` names a folder).
     """
     config = located(config)
+    if config.redis.address_file and not config.redis.url:
+        address_file.read(Path(config.redis.address_file))  # raises what is missing
     if config.redis.url:
         yield config
         return
@@ -158,24 +211,33 @@ def _refuse_elsewhere(home: Path) -> None:
     state = files.stale_state(home)
     if state is None or state.boot == files.boot_id() or state.url.startswith("unix:"):
         return
-    with contextlib.suppress(RedisError, OSError), _client(state, 2.0) as client:
+    with contextlib.suppress(RedisError, OSError), process.client(state, 2.0) as client:
         client.ping()
         raise ConfigError(f"a server on another machine ({state.url}) uses {home}: stop it there first")
 
 
-def _client(state: State, timeout: float) -> redis.Redis:
-    password = Path(state.password_file).read_text(encoding="utf-8").split()[0]
-    once = Retry(NoBackoff(), 0)
-    limits = {"socket_timeout": timeout, "socket_connect_timeout": timeout}
-    return redis.Redis.from_url(state.url, password=password, protocol=2, retry=once, **limits)
-
-
 def _configured(config: Config, state: State) -> Config:
-    return config.changed({"redis.url": state.url, "redis.password_file": state.password_file})
+    return config.changed({
+        "redis.url": state.url, "redis.password_file": state.password_file, "redis.address_file": "",
+    })  # fmt: skip
 
 
-def _start_in(home: Path, *, throw: Path | None, tied: bool, tcp: tuple[str, int] | None, fraction: float) -> Server:
-    """Write the files, start the process, wait for its answer. `throw` is removed at its end."""
+def _start_in(
+    home: Path,
+    *,
+    throw: Path | None,
+    tied: bool,
+    tcp: tuple[str, int] | None,
+    fraction: float,
+    data: Path | None = None,
+    log: Path | None = None,
+    limit: float = 0.0,
+    given_up: Callable[[], bool] = lambda: False,
+) -> Server:
+    """Write the files, start the process, wait for its answer. `throw` is removed at its end.
+
+    `data`, `log`: elsewhere than in `home`; `limit`: below a guard, which `start_guarded` explains.
+    """
     binary = files.find_binary()
     sock = files.socket_in(home)
     runtime = throw
@@ -184,19 +246,28 @@ def _start_in(home: Path, *, throw: Path | None, tied: bool, tcp: tuple[str, int
         sock = runtime / "redis.sock"
     if tcp is not None and tcp[1] == 0:
         tcp = (tcp[0], files.free_port(tcp[0]))
-    data = home / "data"
+    data = data or home / "data"
     data.mkdir(mode=0o700, exist_ok=True)
     password = files.ensure_password(home / "password")
     maxmemory = int(files.machine_memory() * fraction)
     conf = home / "redis.conf"
     files.write_private(conf, files.conf_text(sock=sock, password=password, data=data, maxmemory=maxmemory, tcp=tcp))
-    files.write_private(home / "log", "")
+    if log is None:
+        log = home / "log"
+        files.write_private(log, "")
     pid_file = home / "pid"
     pid_file.unlink(missing_ok=True)
-    arguments = [binary, str(conf), str(home / "log"), str(pid_file), str(runtime or ""), "KILL" if throw else "TERM"]
-    watcher, lifeline = process.launch(arguments, tied=tied)
+    watcher: subprocess.Popen[bytes] | None
+    lifeline: int | None
+    if limit:
+        watcher, lifeline = process.launch_guarded(
+            [binary, str(conf)], limit=limit, log=log, pid_file=pid_file, folder=home
+        )
+    else:
+        arguments = [binary, str(conf), str(log), str(pid_file), str(runtime or ""), "KILL" if throw else "TERM"]
+        watcher, lifeline = process.launch(arguments, tied=tied)
     try:
-        pid, started = process.wait_until_answering(sock, password, pid_file, home / "log", binary)
+        pid, started = process.wait_until_answering(sock, password, pid_file, log, binary, given_up)
     except BaseException:
         process.abandon(watcher, lifeline, pid_file)
         if runtime is not None:
@@ -220,32 +291,3 @@ def _start_in(home: Path, *, throw: Path | None, tied: bool, tcp: tuple[str, int
 def _tcp_url(tcp: tuple[str, int]) -> str:
     host = f"[{tcp[0]}]" if ":" in tcp[0] else tcp[0]
     return f"redis://{host}:{tcp[1]}/0"
-
-
-def _end(state: State) -> None:
-    """SHUTDOWN, then SIGTERM, then SIGKILL, each only while it is that very process; then its small files."""
-    deadline = time.monotonic() + STOP_SECONDS
-    if state.alive() and not state.tied:
-        _shut_down(state)
-    sent: int | None = None
-    while state.alive():
-        late = time.monotonic() > deadline - STOP_SECONDS / 2
-        wanted = signal.SIGKILL if late else signal.SIGTERM if state.tied else None
-        if wanted is not None and wanted != sent:
-            sent = wanted
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(state.pid, wanted)
-        if time.monotonic() > deadline:
-            raise RedisUnavailable(f"the server (pid {state.pid}) does not end, not even by SIGKILL")
-        time.sleep(0.005)
-    for name in ("server.json", "url", "pid", "redis.sock"):
-        (Path(state.folder) / name).unlink(missing_ok=True)
-    if state.runtime:
-        shutil.rmtree(state.runtime, ignore_errors=True)
-
-
-def _shut_down(state: State) -> None:
-    """SHUTDOWN writes the append-only file to the disk before the process ends."""
-    # Refused (a first rewrite of the file runs) or frozen: signals follow.
-    with contextlib.suppress(RedisError, OSError), _client(state, STOP_SECONDS / 2) as client:
-        client.shutdown()

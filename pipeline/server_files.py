@@ -198,6 +198,7 @@ def conf_text(*, sock: Path, password: str, data: Path, maxmemory: int, tcp: tup
         "appendonly": "yes",
         "appendfsync": "everysec",
         "save": "",  # the append-only file is enough; a snapshot would fork and double the memory
+        "maxclients": 50_000,  # three for each worker process; the server lowers it to what `ulimit -n` allows
         "maxmemory": maxmemory,
         "maxmemory-policy": "noeviction",
         "hash-max-listpack-value": 1024,  # an envelope fits: 630 instead of 986 bytes a rollout
@@ -212,9 +213,10 @@ def _quoted(value: str) -> str:
 
 
 def machine_memory() -> int:
-    """Bytes that this process may use: the machine's, or less where a control group says so."""
+    """Bytes that this process may use: the machine's, or less where a control group or the Slurm job says so."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min([total, *_group_limits()])
+    job = os.environ.get("SLURM_MEM_PER_NODE", "")  # MB
+    return min([total, *_group_limits(), *([int(job) << 20] if job.isdigit() and int(job) else [])])
 
 
 def _group_limits() -> list[int]:

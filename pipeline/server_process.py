@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
+import struct
 import subprocess
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import redis
@@ -19,8 +23,9 @@ from redis.backoff import NoBackoff
 from redis.exceptions import BusyLoadingError, RedisError
 from redis.retry import Retry
 
+from pipeline import server_guard
 from pipeline.errors import RedisUnavailable
-from pipeline.server_files import process_start
+from pipeline.server_files import State, process_start
 
 STOP_SECONDS = 20.0  # until a process that was told to end is gone
 START_SECONDS = 20.0  # until the socket answers
@@ -50,17 +55,39 @@ _lifelines: set[int] = set()
 
 def launch(arguments: list[str], *, tied: bool) -> tuple[subprocess.Popen[bytes] | None, int | None]:
     """Start the server in a session of its own, so that Ctrl-C ends its users before it."""
-    # A wrong locale keeps newer servers from starting; nothing else of our environment is theirs to see.
-    environment = {"PATH": os.pathsep.join([os.environ.get("PATH", ""), os.defpath]), "LC_ALL": "C"}
     command = ["/bin/sh", "-c", _TIED if tied else _UNTIED, "rollout-redis", *arguments]
-    if not tied:
-        subprocess.run(command, env=environment, start_new_session=True, stdin=subprocess.DEVNULL, check=True)
-        return None, None
+    if tied:
+        return _on_lifeline(command)
+    subprocess.run(command, env=_environment(), start_new_session=True, stdin=subprocess.DEVNULL, check=True)
+    return None, None
+
+
+def launch_guarded(
+    command: list[str], *, limit: float, log: Path, pid_file: Path, folder: Path
+) -> tuple[subprocess.Popen[bytes], int]:
+    """Start the server below pipeline/server_guard.py, which wants to hear of a renewal every `limit` seconds."""
+    about = [str(limit), str(log), str(pid_file), str(folder)]
+    return _on_lifeline([sys.executable, "-I", "-S", server_guard.__file__, *about, *command])
+
+
+def tell_guard(lifeline: int, renewed: float) -> None:
+    """The lock was renewed, as of this monotonic time. A guard that is gone or does not read is left alone."""
+    with contextlib.suppress(OSError):
+        os.set_blocking(lifeline, False)
+        os.write(lifeline, struct.pack("d", renewed))
+
+
+def _environment() -> dict[str, str]:
+    """A wrong locale keeps newer servers from starting; nothing else of our environment is theirs to see."""
+    return {"PATH": os.pathsep.join([os.environ.get("PATH", ""), os.defpath]), "LC_ALL": "C"}
+
+
+def _on_lifeline(command: list[str]) -> tuple[subprocess.Popen[bytes], int]:
     reader, lifeline = os.pipe()
     try:
         watcher = subprocess.Popen(
             command,
-            env=environment,
+            env=_environment(),
             start_new_session=True,
             stdin=reader,
             stdout=subprocess.DEVNULL,
@@ -85,14 +112,21 @@ def _cut_in_child() -> None:
 os.register_at_fork(after_in_child=_cut_in_child)
 
 
-def wait_until_answering(sock: Path, password: str, pid_file: Path, log: Path, binary: str) -> tuple[int, int]:
-    """Poll until the server answers PING; its pid and start time. Raises RedisUnavailable with the log's end."""
+def wait_until_answering(
+    sock: Path, password: str, pid_file: Path, log: Path, binary: str, given_up: Callable[[], bool] = lambda: False
+) -> tuple[int, int]:
+    """Poll until the server answers PING; its pid and start time.
+
+    Raises RedisUnavailable with the log's end; also where `given_up` says that it is not wanted any more.
+    """
     client = redis.Redis(
         unix_socket_path=str(sock), password=password, protocol=2, socket_timeout=5, retry=Retry(NoBackoff(), 0)
     )
     began, limit = time.monotonic(), START_SECONDS
     with client:
         while time.monotonic() - began < limit:
+            if given_up():
+                raise RedisUnavailable(f"{binary} is not wanted any more, it was still starting")
             pid = _read_pid(pid_file)
             started = process_start(pid) if pid else None
             if pid and started is None:
@@ -139,3 +173,40 @@ def cut(lifeline: int) -> None:
     """Close a lifeline: its server ends."""
     _lifelines.discard(lifeline)
     os.close(lifeline)
+
+
+def client(state: State, timeout: float) -> redis.Redis:
+    """A plain client of a server whose state file was read."""
+    password = Path(state.password_file).read_text(encoding="utf-8").split()[0]
+    once = Retry(NoBackoff(), 0)
+    limits = {"socket_timeout": timeout, "socket_connect_timeout": timeout}
+    return redis.Redis.from_url(state.url, password=password, protocol=2, retry=once, **limits)
+
+
+def end(state: State) -> None:
+    """SHUTDOWN, then SIGTERM, then SIGKILL, each only while it is that very process; then its small files."""
+    deadline = time.monotonic() + STOP_SECONDS
+    if state.alive() and not state.tied:
+        _shut_down(state)
+    sent: int | None = None
+    while state.alive():
+        late = time.monotonic() > deadline - STOP_SECONDS / 2
+        wanted = signal.SIGKILL if late else signal.SIGTERM if state.tied else None
+        if wanted is not None and wanted != sent:
+            sent = wanted
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(state.pid, wanted)
+        if time.monotonic() > deadline:
+            raise RedisUnavailable(f"the server (pid {state.pid}) does not end, not even by SIGKILL")
+        time.sleep(0.005)
+    for name in ("server.json", "url", "pid", "redis.sock"):
+        (Path(state.folder) / name).unlink(missing_ok=True)
+    if state.runtime:
+        shutil.rmtree(state.runtime, ignore_errors=True)
+
+
+def _shut_down(state: State) -> None:
+    """SHUTDOWN writes the append-only file to the disk before the process ends."""
+    # Refused (a first rewrite of the file runs) or frozen: signals follow.
+    with contextlib.suppress(RedisError, OSError), client(state, STOP_SECONDS / 2) as server:
+        server.shutdown()

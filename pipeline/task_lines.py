@@ -7,7 +7,7 @@ import math
 from dataclasses import fields
 from typing import Any
 
-from pipeline.envelope import Task, from_map
+from pipeline.envelope import SCHEMA, Task, from_map
 from pipeline.errors import EnvelopeError, TaskError
 
 FIELDS = tuple(item.name for item in fields(Task) if item.name != "extra")
@@ -41,7 +41,7 @@ def whole(value: dict[str, Any], handler: str | None) -> Task:
     if value["handler"] is None:
         raise TaskError('it names no handler: add "handler", or say --handler NAME for the whole file')
     try:
-        task = from_map(Task, {**value, "schema": 1})
+        task = from_map(Task, {**value, "schema": SCHEMA})
     except EnvelopeError as error:
         raise TaskError(str(error)) from None
     if task.id is not None and (not task.id or len(task.id) > LONGEST_ID or not task.id.isprintable()):

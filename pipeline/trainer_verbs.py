@@ -13,10 +13,10 @@ from redis.exceptions import OutOfMemoryError
 from pipeline.envelope import WORKING
 from pipeline.errors import MemoryHigh, QueueFull
 from pipeline.leases import Popped, sendable, text_of
-from pipeline.queue_calls import QueueCalls
+from pipeline.payload_verbs import PayloadVerbs
 
 
-class TrainerVerbs(QueueCalls):
+class TrainerVerbs(PayloadVerbs):
     """Rollouts go in, finished ones come out under leases. Raises as QueueCalls does."""
 
     async def enqueue(
@@ -42,11 +42,14 @@ class TrainerVerbs(QueueCalls):
         Of its `samples`, `asked` were asked for; the group closes with `wanted` scored ones, or `life` seconds after
         its first member's start (0: it does not). `rest`: "later" lets the others go on then. `closed`: of a group that
         the server has lost and whose first part was popped, why it had closed: these are its rest.
-        Raises QueueFull or MemoryHigh: nothing was written then. `deadline` is Unix time, `queue_ttl` seconds.
+        Raises QueueFull, MemoryHigh, PayloadFilesAway or TooOld: nothing was written then. `deadline` is Unix time,
+        `queue_ttl` seconds.
         """
+        self.check_current()
         flat = [item for pair in envelopes for item in pair]
+        held = await self.lay_task(group, task)
         args = (
-            group, task, priority, lane, self.config.line.max_length, WORKING[0].value,
+            group, held, priority, lane, self.config.line.max_length, WORKING[0].value,
             int(queue_ttl * 1000) if queue_ttl else "", int(deadline * 1000) if deadline else "",
             samples if samples is not None else len(envelopes), handler, wanted or "",
             asked or samples or len(envelopes), int(life * 1000) if life else "", rest if rest == "later" else "",
@@ -55,21 +58,24 @@ class TrainerVerbs(QueueCalls):
         try:
             status, count = await self.verb("enqueue", *args)
         except OutOfMemoryError as error:
+            await self.settle_task(group, held)
             raise MemoryHigh(
                 f"Redis is full ({error}); task {group} was not enqueued. Pop what is done, or wait"
             ) from error
         if status == b"FULL":
+            await self.settle_task(group, held)
             raise QueueFull(
                 f"the line holds {int(count)} rollouts, at most line.max_length = {self.config.line.max_length}: "
                 f"task {group} with {len(envelopes)} samples was not enqueued. Pop what is done, or wait"
             )
+        await self.settle_task(group, held)
         return int(count)
 
     async def pop(
         self, lane: str, n: int, consumer: str, lease: float, nonce: str | None = None, patience: float | None = None
     ) -> list[Popped]:
         """Lease up to n finished rollouts of a lane for `lease` seconds."""
-        args = ("done", n, int(lease * 1000), consumer, nonce or uuid.uuid4().hex, 0, 0, lane, 1, 0)
+        args = ("done", n, int(lease * 1000), consumer, nonce or uuid.uuid4().hex, 0, 0, self.reads, lane, 1, 0)
         rows = await self.verb("claim", *args, patience=patience)
         return [Popped(text_of(row[0]), text_of(row[1])) for row in rows]
 
@@ -77,7 +83,7 @@ class TrainerVerbs(QueueCalls):
         self, lane: str, n: int, consumer: str, lease: float, nonce: str | None = None, patience: float | None = None
     ) -> list[tuple[str, list[Popped]]]:
         """Lease up to n complete groups of a lane: (group, its members that are not acked)."""
-        args = (lane, n, int(lease * 1000), consumer, nonce or uuid.uuid4().hex)
+        args = (lane, n, int(lease * 1000), consumer, nonce or uuid.uuid4().hex, self.reads)
         groups: dict[str, list[Popped]] = {}
         for group, id, token in await self.verb("claim_groups", *args, patience=patience):
             groups.setdefault(text_of(group), []).append(Popped(text_of(id), text_of(token)))
@@ -87,7 +93,7 @@ class TrainerVerbs(QueueCalls):
         """Lease those of `ids` that have ended and that nobody has popped."""
         nonce, popped = nonce or uuid.uuid4().hex, []
         for at in range(0, len(ids), 500):
-            rows = await self.verb("claim_ids", int(lease * 1000), consumer, nonce, *ids[at : at + 500])
+            rows = await self.verb("claim_ids", int(lease * 1000), consumer, nonce, self.reads, *ids[at : at + 500])
             popped += [Popped(text_of(row[0]), text_of(row[1])) for row in rows]
         return popped
 

@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import redis.asyncio
-from redis.exceptions import OutOfMemoryError
 
 from pipeline.errors import RedisUnavailable
 from pipeline.leases import (
@@ -25,11 +24,12 @@ from pipeline.leases import (
     sendable,
     text_of,
 )
-from pipeline.queue_calls import AWAY, QueueCalls
+from pipeline.payload_verbs import PayloadVerbs
+from pipeline.queue_calls import AWAY
 from pipeline.scripts import script_call
 
 
-class WorkerVerbs(QueueCalls):
+class WorkerVerbs(PayloadVerbs):
     """Rollouts are leased stage by stage, each lease with its token. Raises as QueueCalls does."""
 
     async def claim(
@@ -73,7 +73,7 @@ class WorkerVerbs(QueueCalls):
             for item in (lane, weight, max(0, places.by_lane.get(lane, places.free)))
         ]
         inline = self.config.payload.inline_bytes
-        return (stage, n, self.lease_ms, worker, nonce, inline, max(0, places.free), *lanes)
+        return (stage, n, self.lease_ms, worker, nonce, inline, max(0, places.free), self.reads, *lanes)
 
     async def leave_sandbox(self, ids: Sequence[str]) -> list[bool]:
         """Take these rollouts' sandboxes away; whether each had one. Who works in it finds it gone: a loss."""
@@ -107,26 +107,6 @@ class WorkerVerbs(QueueCalls):
         if not sandboxes:
             return []
         return [bool(int(item)) for item in await self.verb("hosted", *(part for item in sandboxes for part in item))]
-
-    async def write_payload(self, id: str, token: str, data: bytes, life: float) -> None:
-        """Write a payload under its token; it expires after `life` seconds unless a commit makes it stay.
-
-        A refusal for memory is repeated for ever: a finished rollout is never thrown away for memory.
-        """
-        while True:
-            try:
-                await self.execute("SET", self.key("p", id, token), data, "EX", max(1, int(life)))
-                return
-            except OutOfMemoryError:
-                await asyncio.sleep(0.5)
-
-    async def read_payload(self, id: str, token: str) -> bytes | None:
-        data = await self.execute("GET", self.key("p", id, token))
-        return bytes(data) if data is not None else None
-
-    async def read_task(self, group: str) -> bytes | None:
-        data = await self.execute("GET", self.key("t", group))
-        return bytes(data) if data is not None else None
 
     async def commit(
         self,
@@ -168,23 +148,30 @@ class WorkerVerbs(QueueCalls):
         return text_of(status), int(attempts), int(losses)
 
     def beat_arguments(
-        self, worker: str, about: dict[str, Any] | None, held: Iterable[tuple[str, str, str]]
+        self, worker: str, about: dict[str, Any] | None, held: Iterable[tuple[str, str, str]], client_life: int = 0
     ) -> tuple[Any, ...]:
-        """Arguments of the beat script, for the heartbeat thread's own connection. `held`: (stage, id, token)."""
+        """Arguments of the beat script, for the heartbeat thread's own connection. `held`: (stage, id, token).
+
+        `client_life`: seconds for which a trainer's client counts as alive from now on; 0 for a worker.
+        """
         life = int(self.config.limits.outage + max(self.config.limits.run, 60))
         flat = [item for triple in held for item in triple]
-        return (worker, self.lease_ms, life, json.dumps(about) if about else "", *flat)
+        return (worker, self.lease_ms, life, json.dumps(about) if about else "", client_life, *flat)
 
     def tick_arguments(self, worker: str = "") -> tuple[Any, ...]:
         retry = self.config.retry
-        return (self.lease_ms, 500, retry.attempts, retry.losses, self.dead_seconds, worker)
+        return (self.lease_ms, 500, retry.attempts, retry.losses, self.dead_seconds, worker, self.line_schema)
 
     async def beat(
         self, worker: str, about: dict[str, Any] | None, held: Sequence[tuple[str, str, str]]
     ) -> list[str | int]:
         """Renew leases: 1 held, 0 lost, or the reason of a cancel, for each (stage, id, token)."""
-        return read_beat(await self.verb("beat", *self.beat_arguments(worker, about, held)))
+        beaten = read_beat(await self.verb("beat", *self.beat_arguments(worker, about, held)))
+        self.hear_schema(beaten.schema)
+        return beaten.held
 
     async def tick(self) -> Ticked:
         """Upkeep: expire leases, promote delayed rollouts, end what is over its time."""
-        return read_tick(await self.verb("tick", *self.tick_arguments()))
+        ticked = read_tick(await self.verb("tick", *self.tick_arguments()))
+        self.hear_schema(ticked.schema)
+        return ticked

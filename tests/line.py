@@ -12,11 +12,11 @@ from pipeline.queue import Queue
 
 # What may stay when a line is empty: each has a bound of its own (`pipeline/queue.py` says which).
 BOUNDED = (
-    "schema", "seq", "counts", "places", "tick", "blind", "workers", "beats", "credit:*", "claim:*", "bell:*", "dead:*",
-    "letter:*", "gone:*", "died:*", "backends", "backend:*", "policy", "versions", "loads", "raise:*",
-    "other:*", "spare", "paused",
+    "schema", "seq", "counts", "places", "tick", "blind", "workers", "beats", "credit:*", "turn:*", "client:*",
+    "claim:*", "bell:*", "dead:*", "letter:*", "gone:*", "died:*", "backends", "backend:*", "policy", "versions",
+    "loads", "raise:*", "other:*", "spare", "paused", "files", "trash",
 )  # fmt: skip
-EXPIRING = ("letter:*", "gone:*", "died:*", "claim:*", "bell:worker:*", "raise:*")
+EXPIRING = ("letter:*", "gone:*", "died:*", "claim:*", "bell:worker:*", "raise:*", "client:*")
 
 
 def task(**about: Any) -> Task:
@@ -31,10 +31,10 @@ async def put(
     members = list(range(samples) if only is None else only)
     ids = [rollout_id(group, sample) for sample in members]
     envelopes = [
-        (id, encode(Envelope(id=id, group=group, handler="echo", sample=sample, samples=samples)))
+        (id, encode(Envelope(id=id, group=group, handler="echo", sample=sample, samples=samples), queue.schema))
         for sample, id in zip(members, ids, strict=True)
     ]
-    await queue.enqueue(group, encode_compressed(task()), envelopes, **{"samples": samples, **about})
+    await queue.enqueue(group, encode_compressed(task(), queue.schema), envelopes, **{"samples": samples, **about})
     return ids
 
 

@@ -28,12 +28,16 @@ MEND = {
     "nsenter": "install util-linux",
     "chromium-headless-shell": "say `make system`, or install Debian's chromium-headless-shell",
     "busybox": "say `make system`, or install busybox-static",
+    **dict.fromkeys(
+        ("sbatch", "slurmctld", "slurmd", "munged"),
+        "say `make system`, or install slurmctld, slurmd, slurm-client and munge",
+    ),
 }
 
 
 def require(program: str) -> str:
     """The program's path; without it the test is skipped, or fails where CI=true."""
-    path = shutil.which(program)
+    path = shutil.which(program) or shutil.which(program, path="/usr/sbin:/sbin")  # not on every user's PATH
     if path is None:
         sentence = f"{program} is not on PATH: {MEND.get(program, 'install it')}"
         if os.environ.get("CI") == "true":

@@ -106,9 +106,23 @@ class Attempt:
     async def work(self) -> Done:
         """Decode and process. Raises LineError: the limit, a cancel, a lost lease, or what the handler met."""
         try:
-            return await self._work()
+            done = await self._work()
+        except (Stale, Cancelled, NeedsPlace):
+            raise
+        except Exception:
+            await self._settled()
+            raise
         finally:
             self._ended = True
+        await self._settled()
+        return done
+
+    async def _settled(self) -> None:
+        """Raises WorkerLost where a signal to the whole job may have ended what this attempt's processes did."""
+        ending = self.worker.ending
+        await ending.canary.settled()
+        if ending.distrust:
+            raise WorkerLost(f"worker {self.worker.name} gave it back: {ending.distrust}")
 
     async def _work(self) -> Done:
         self.job = await self._decode()
@@ -181,12 +195,12 @@ class Attempt:
     async def _decode(self) -> Job:
         claim, queue = self.claim, self.worker.queue
         envelope = decode(Envelope, claim.envelope)
-        raw = claim.task or await queue.read_task(envelope.group)
+        raw = await queue.read_task(envelope.group, claim.task)
         if raw is None:
             raise EnvelopeError(f"the task of group {envelope.group} is not there: nothing says what to do")
         payload = Payload()
         if claim.payload_token and self.stage is not Stage.INIT:  # back at INIT, it begins anew
-            data = claim.payload or await queue.read_payload(claim.id, claim.payload_token)
+            data = await queue.read_payload(claim.id, claim.payload_token, claim.payload)
             if data is None:
                 raise EnvelopeError(f"the payload that {claim.payload_token} committed is not there")
             payload = decode_compressed(Payload, data)
@@ -206,19 +220,20 @@ class Attempt:
         queue, claim = self.worker.queue, self.claim
         payload, written = None, False
         if done.payload is not None and (claim.payload_token or done.payload != Payload()):
-            payload = encode_compressed(done.payload, self.config.payload.zstd_level)
-            if len(payload) > self.config.payload.inline_bytes:
+            payload = encode_compressed(done.payload, queue.schema, self.config.payload.zstd_level)
+            if not queue.rides(payload):
                 await queue.write_payload(claim.id, claim.token, payload, self._life())
                 payload, written = None, True
         status = "NOPAYLOAD"
         while status == "NOPAYLOAD":
             status = await queue.commit(
-                self.stage.value, claim.id, claim.token, NEXT[self.stage].value, encode(done.envelope),
+                self.stage.value, claim.id, claim.token, NEXT[self.stage].value,
+                encode(done.envelope, queue.schema),
                 payload=payload, written=written, restart=done.restart, sandbox=reference_text(done.envelope.sandbox),
                 record=self._record("committed"), worked=self.clock.elapsed, result=self._result(done),
             )  # fmt: skip
             if status == "NOPAYLOAD" and done.payload is not None:  # it expired while Redis was away: write it again
-                again = encode_compressed(done.payload, self.config.payload.zstd_level)
+                again = encode_compressed(done.payload, queue.schema, self.config.payload.zstd_level)
                 await queue.write_payload(claim.id, claim.token, again, self._life())
         if status == "STALE":
             raise Stale("the commit was refused")

@@ -20,7 +20,7 @@ import handlers
 from pipeline import wire
 from pipeline.config import Config
 from pipeline.connection import connect
-from pipeline.envelope import Envelope, Payload, Stage, Task, from_map, to_map
+from pipeline.envelope import SCHEMA, Envelope, Payload, Stage, Task, from_map, to_map
 from pipeline.errors import (
     EnvelopeError,
     EvaluationTimeout,
@@ -47,10 +47,15 @@ def frame(value: Any) -> bytes:
     return _LENGTH.pack(len(data)) + data
 
 
+def _map(message: Task | Envelope | Payload) -> dict[str, Any]:
+    """Between a worker and its child, which are of one version: the line's number does not matter."""
+    return to_map(message, SCHEMA)
+
+
 def job_to_map(job: Job) -> dict[str, Any]:
     about: dict[str, Any] = {"stage": job.stage.value, "id": job.id, "token": job.token, "attempt": job.attempt}
     about |= {"place": job.place, "made": job.made, "late": job.late}
-    return {**about, "envelope": to_map(job.envelope), "task": to_map(job.task), "payload": to_map(job.payload)}
+    return {**about, "envelope": _map(job.envelope), "task": _map(job.task), "payload": _map(job.payload)}
 
 
 def job_from_map(value: dict[str, Any]) -> Job:
@@ -87,8 +92,8 @@ def done_from_map(value: dict[str, Any]) -> Done:
 
 def _done_to_map(done: Done) -> dict[str, Any]:
     return {
-        "envelope": to_map(done.envelope),
-        "payload": to_map(done.payload) if done.payload else None,
+        "envelope": _map(done.envelope),
+        "payload": _map(done.payload) if done.payload else None,
         "reward": reward_to_map(done.reward),
         "restart": done.restart,
     }
@@ -105,7 +110,7 @@ def _method(request: dict[str, Any], log: AttemptLog) -> dict[str, Any]:
     except (Exception, SystemExit) as error:
         raise wrapped(job.task.handler, job.stage, error, log) from error
     reward = as_reward(job, answer) if request["method"] == "eval" else None
-    return {"payload": to_map(collected(job, ctx)), "reward": reward_to_map(reward)}
+    return {"payload": _map(collected(job, ctx)), "reward": reward_to_map(reward)}
 
 
 def _function(request: dict[str, Any], log: AttemptLog) -> dict[str, Any]:

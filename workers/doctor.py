@@ -13,9 +13,10 @@ from typing import Any
 
 import handlers
 from pipeline import inspect, server, server_files
+from pipeline.address_file import file_of, read
 from pipeline.config import Config
 from pipeline.connection import check, connect, redacted
-from pipeline.envelope import SCHEMA
+from pipeline.envelope import OLDEST_SCHEMA, READS, SCHEMA
 from pipeline.errors import LineError
 from pipeline.queue import Queue
 from workers.workshop import handlers_path
@@ -38,7 +39,14 @@ class Finding:
 async def examine(config: Config) -> list[Finding]:
     """All findings, in the order in which things are needed."""
     found: list[Finding] = [_python(), _packages(), _files(), _settings(config)]
-    checks: list[Callable[[Config], Awaitable[list[Finding]]]] = [_redis, _policy, _handlers, _sandbox]
+    checks: list[Callable[[Config], Awaitable[list[Finding]]]] = [
+        _redis,
+        _folder,
+        _payload,
+        _policy,
+        _handlers,
+        _sandbox,
+    ]
     for look in checks:
         try:
             found.extend(await look(config))
@@ -87,12 +95,15 @@ def _settings(config: Config) -> Finding:
 
 
 async def _redis(config: Config) -> list[Finding]:
+    path = file_of(config)
+    if path is not None and not path.exists():
+        return [Finding("redis", "warn", f"none has published its address in {path} yet", "rollout slurm up")]
+    if path is not None:
+        read(path)  # RedisUnavailable: it is no address, or can't be read
+    config = server.located(config)
     if not config.redis.url:
-        state = server.find(config)
-        if state is None:
-            text = f"none is set and none runs; {server_files.find_binary()} could be started"
-            return [Finding("redis", "warn", text, "rollout redis start (the demo brings its own)")]
-        config = config.changed({"redis.url": state.url, "redis.password_file": state.password_file})
+        text = f"none is set and none runs; {server_files.find_binary()} could be started"
+        return [Finding("redis", "warn", text, "rollout redis start (the demo brings its own)")]
     client = connect(config)
     try:
         facts = await check(client, config.redis.url)
@@ -131,17 +142,14 @@ async def _latency(client: Any) -> Finding:
 
 
 async def _line(queue: Queue) -> list[Finding]:
-    schema = await queue.execute("GET", queue.key("schema"))
-    if schema is not None and int(schema) != SCHEMA:
-        return [
-            Finding(
-                "line",
-                "fail",
-                f"it has schema {int(schema)}, this version speaks {SCHEMA}",
-                "use one version everywhere",
-            )
-        ]
+    schema = int(await queue.execute("GET", queue.key("schema")) or SCHEMA)
+    if not OLDEST_SCHEMA <= schema <= SCHEMA:
+        mend = "upgrade this installation" if schema > SCHEMA else "finish its work with an older version"
+        return [Finding("line", "fail", f"it has schema {schema}, this version reads {READS}", mend)]
     found = []
+    if schema < SCHEMA:
+        text = f"it has schema {schema}, this version would write {SCHEMA}: no payload lies in a file"
+        found.append(Finding("line", "warn", text, "upgrade all workers and trainers, then: rollout schema raise"))
     alive = await inspect.workers(queue)
     depths = await inspect.depth(queue)
     for stage in ("init", "run", "eval"):
@@ -163,6 +171,18 @@ async def _line(queue: Queue) -> list[Finding]:
             f"{len(alive)} live workers, {sum(sum(item['ready'].values()) for item in depths.values())} rollouts wait",
         )
     ]
+
+
+async def _folder(config: Config) -> list[Finding]:
+    from workers.doctor_folder import findings
+
+    return await findings(config)
+
+
+async def _payload(config: Config) -> list[Finding]:
+    from workers.doctor_payload import findings
+
+    return await findings(config)
 
 
 async def _policy(config: Config) -> list[Finding]:

@@ -35,11 +35,9 @@ async def findings(config: Config) -> list[Finding]:
 
 async def _registry(config: Config) -> View:
     """What the line knows; nothing where there is no Redis (another check says so)."""
+    config = server.located(config)
     if not config.redis.url:
-        state = server.find(config)
-        if state is None:
-            return View()
-        config = config.changed({"redis.url": state.url, "redis.password_file": state.password_file})
+        return View()
     client = connect(config)
     try:
         return await Backends(Queue(client, config)).view()

@@ -12,7 +12,7 @@ from typing import Any
 from pipeline import inspect, letters, wire
 from pipeline.config import Config
 from pipeline.envelope import Payload, Task, decode_compressed
-from pipeline.errors import EnvelopeError, TaskError
+from pipeline.errors import EnvelopeError, PayloadFilesAway, TaskError
 from pipeline.queue import Queue
 from pipeline.trajectory import Trajectory
 from workers.handler_call import artifacts_of
@@ -142,12 +142,10 @@ async def _where(queue: Queue, id: str, letter: bool) -> dict[str, Any]:
 
 
 async def _task(queue: Queue, group: str) -> dict[str, Any] | None:
-    data = await queue.read_task(group)
-    if data is None:
-        return None
     try:
-        return decode_compressed(Task, data).data
-    except EnvelopeError as error:
+        data = await queue.read_task(group)
+        return decode_compressed(Task, data).data if data is not None else None
+    except (EnvelopeError, PayloadFilesAway) as error:
         return {"error": f"the task does not decode: {error}"}
 
 
@@ -164,10 +162,8 @@ def _result(fields: dict[str, bytes]) -> dict[str, Any]:
 
 async def _payload(queue: Queue, id: str, fields: dict[str, bytes]) -> Payload | None:
     token = fields.get("payload", b"").decode()
-    data = await queue.read_payload(id, token) if token else None
-    if data is None:
-        return None
     try:
-        return decode_compressed(Payload, data)
-    except EnvelopeError:
+        data = await queue.read_payload(id, token) if token else None
+        return decode_compressed(Payload, data) if data is not None else None
+    except (EnvelopeError, PayloadFilesAway):
         return None

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from pipeline.config import Config
 from pipeline.leases import NO_PLACES, Claim, Places
 from pipeline.queue import Queue
+from workers.canary import Canary
+from workers.ending import Ending
 from workers.stages import Workshop
 
 if TYPE_CHECKING:
@@ -26,15 +28,17 @@ class Hosting:
         self._config = config
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    async def open(self, name: str, queue: Queue, shop: Workshop, known: Iterable[str]) -> None:
+    async def open(self, name: str, queue: Queue, shop: Workshop, known: Iterable[str], canary: Canary) -> None:
         """Open the host called `name`, and tell the line which of the `known` handlers need a sandbox.
+
+        `canary`: asked after each action before what came of it is told.
 
         Raises ConfigError, SandboxError where this machine can make none.
         """
         from workers.sandbox.host import Host
 
         self._loop = asyncio.get_running_loop()
-        host = await Host.open(self._config, name, queue)
+        host = await Host.open(self._config, name, queue, canary)
         try:
             await host.prove()
         except BaseException:
@@ -78,20 +82,22 @@ class Hosting:
             return {}
         return {"sandboxes": len(self.host.stock.live), "max_live": self.host.stock.max_live}
 
-    async def drain(self, stopping: asyncio.Event, grace: Callable[[], float]) -> None:
-        """Serve the sandboxes until none is left; once `stopping` is set, for `grace()` seconds at most.
+    def give_up(self) -> None:
+        """A signal has reached what runs in the sandboxes: whoever uses one hears that it is gone, which is a loss."""
+        if self.host is not None:
+            self.host.stock.give_up()
+
+    async def drain(self, ending: Ending) -> None:
+        """Serve the sandboxes until none is left, for as long as a worker that is asked to stop has.
 
         What is left then ends with the worker: those rollouts go back to INIT as a loss, and to another host.
         """
         if self.host is None:
             return
-        gone, stopped = asyncio.create_task(self.host.stock.wait_until_empty()), asyncio.create_task(stopping.wait())
+        gone = asyncio.create_task(self.host.stock.wait_until_empty())
         try:
-            await asyncio.wait({gone, stopped}, return_when=asyncio.FIRST_COMPLETED)
-            if not gone.done():
-                await asyncio.wait({gone}, timeout=grace())
-            if not gone.done():
+            await ending.wait([gone])
+            if self.host.stock.live:
                 log.warning("%d sandboxes are still in use, and end with this worker", len(self.host.stock.live))
         finally:
             gone.cancel()
-            stopped.cancel()

@@ -11,20 +11,23 @@ import signal
 import socket
 import time
 import uuid
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from redis.exceptions import RedisError
 
 import handlers
+from pipeline.arrival import arrived
 from pipeline.config import Config
-from pipeline.connection import check, connect, connect_sync
+from pipeline.connection import connect, connect_sync
 from pipeline.envelope import Stage
-from pipeline.errors import LineError, NeedsPlace, RedisUnavailable, Retryable, Stale, WorkerLost
+from pipeline.errors import LineError, NeedsPlace, RedisUnavailable, Retryable, Stale, TooOld, WorkerLost
 from pipeline.leases import Claim, Failure
+from pipeline.line_schema import package_version
 from pipeline.queue import Queue
+from workers import scheduler
 from workers.attempt import Attempt
 from workers.children import Children
+from workers.ending import Ending
 from workers.hosting import Hosting
 from workers.job import Done
 from workers.metrics import Metrics
@@ -39,13 +42,6 @@ FIRST_STEPS = 4
 
 PULSE = 0.1
 """Seconds between two looks at how late the event loop turns."""
-
-
-def package_version() -> str:
-    try:
-        return version("rollout-line")
-    except PackageNotFoundError:
-        return "source"
 
 
 def worker_name(stage: str) -> str:
@@ -76,20 +72,25 @@ class Worker:
         self.queue: Queue
         self.upkeep: Upkeep
         self.hosting = Hosting(config)
-        self._stopping = asyncio.Event()
+        self.ending = Ending(config.limits.grace, self._begin_to_end, self._give_up)
         self._slot_free = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
     # -- life --------------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Serve until told to stop, or, with `burst`, until nothing is left. Raises RedisUnavailable, ConfigError."""
+        """Serve until told to stop, or, with `burst`, until nothing is left. Raises RedisUnavailable, ConfigError.
+
+        Raises TooOld where the line's schema is above what this version reads: at once, or, when it is raised
+        meanwhile, after what was in work.
+        """
         client, self._bell = connect(self.config), connect(self.config, blocking=True)
         self.queue = Queue(client, self.config, patience=self.config.limits.outage)
         try:
-            for warning in (await check(client)).warnings:
+            for warning in (await arrived(client, self.config)).warnings:
                 log.warning("%s", warning)
             await self.queue.check_schema()
+            await self.queue.check_files()
             await self._run()
         finally:
             with contextlib.suppress(OSError):
@@ -98,13 +99,20 @@ class Worker:
         log.info("worker %s ends", self.name)
 
     async def _run(self) -> None:
+        await self.ending.canary.start()  # before any other child
+        try:
+            await self._open_and_serve()
+        finally:
+            self.ending.canary.close()
+
+    async def _open_and_serve(self) -> None:
         self.shop = await open_workshop(self.config, handlers_path(self.config), queue=self.queue, worker=self.name)
         self.metrics.watch(self.shop.policy.pool)
         if self.stage is Stage.RUN:
             self.shop.policy.pool.start()
         if self.stage is Stage.INIT:
             known = [*handlers.BUILT_IN, *self.config.handlers.load]
-            await self.hosting.open(self.name, self.queue, self.shop, known)
+            await self.hosting.open(self.name, self.queue, self.shop, known, self.ending.canary)
         self.upkeep = Upkeep(
             connect_sync(self.config, blocking=True), self.queue, self.name,
             held=self._held, on_beat=self._heard, about=self.about, kill=self._kill_children,
@@ -112,11 +120,16 @@ class Worker:
         self._loop = asyncio.get_running_loop()
         self.upkeep.start()
         helpers = [asyncio.create_task(self._pulse()), asyncio.create_task(self._watch_queue())]
+        helpers.append(asyncio.create_task(self.queue.keep_removing()))
+        if scheduler.job():
+            helpers.append(asyncio.create_task(self.ending.ask_scheduler()))
         log.info("worker %s serves %s with %d slots", self.name, self.stage, self.slots)
         try:
             await self._warm_children()
             await self._serve()
             await self._drain()
+            if not self.ending.stopping.is_set():
+                self.queue.check_current()
         finally:
             for helper in helpers:
                 helper.cancel()
@@ -131,42 +144,44 @@ class Worker:
         if plain and isinstance(self.shop.children, Children):
             await self.shop.children.warm()
 
-    def stop(self) -> None:
-        """Claim nothing more; finish or give back within limits.grace."""
-        if not self._stopping.is_set():
-            log.warning("asked to stop: nothing more is claimed, %d rollouts in work", len(self.running))
-            if hasattr(self, "queue"):  # else the signal came before anything began
-                self.queue.close_within(self.config.limits.grace)
-        self._stopping.set()
-        self._slot_free.set()
+    def stop(self, why: str = "") -> None:
+        """Claim nothing more; finish or give back within limits.grace. `why`: a few words for the log and the line."""
+        self.ending.stop(why)
 
     def install_signals(self) -> None:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self.stop)
+            loop.add_signal_handler(number, self.ending.on_signal, number)
+
+    def _begin_to_end(self) -> None:
+        why = f" ({self.ending.why})" if self.ending.why else ""
+        log.warning("asked to stop%s: nothing more is claimed, %d rollouts in work", why, len(self.running))
+        if hasattr(self, "queue"):  # else the signal came before anything began
+            self.queue.close_within(self.ending.grace)
+        self._slot_free.set()
+
+    def _give_up(self) -> None:
+        """A signal reached all that this worker has started: all is given back, as a loss."""
+        self.hosting.give_up()
+        self._stop_all(self.ending.distrust)
+
+    def _stop_all(self, why: str) -> None:
+        for attempt in list(self.running.values()):
+            attempt.stop(WorkerLost(f"worker {self.name} gave it back: {why}"))
 
     async def _drain(self) -> None:
         """Wait for what is in work; what has not ended after the grace time is given back as a loss."""
-        began = time.monotonic()
-        if self._tasks:
-            await asyncio.wait(
-                self._tasks, timeout=None if self.burst and not self._stopping.is_set() else self.config.limits.grace
-            )
-        for attempt in list(self.running.values()):
-            attempt.stop(
-                WorkerLost(
-                    f"worker {self.name} was asked to stop and gave it back after {self.config.limits.grace:g} s"
-                )
-            )
+        await self.ending.wait(self._tasks)
+        self._stop_all(self.ending.distrust or f"it was asked to stop, and {self.ending.grace:g} s of grace are over")
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=self.config.limits.swallow + self.config.redis.socket_timeout + 1)
-        await self.hosting.drain(self._stopping, lambda: max(0.0, began + self.config.limits.grace - time.monotonic()))
+        await self.hosting.drain(self.ending)
 
     # -- claiming ----------------------------------------------------------------------------------------------------
 
     async def _serve(self) -> None:
         idle = False
-        while not self._stopping.is_set():
+        while not self.ending.stopping.is_set() and not self.queue.outdated:
             free = self.slots - len(self.running)
             if free <= 0 or self.upkeep.stalled or (self.stage is Stage.INIT and self.upkeep.memory_high):
                 self._slot_free.clear()
@@ -175,7 +190,7 @@ class Worker:
             wanted = min(free, self.config.workers.claim_batch)
             claims = await self._claim(wanted, wait=idle)
             idle = len(claims) < wanted
-            if self._stopping.is_set():
+            if self.ending.stopping.is_set():
                 await self._give_back(claims)
             else:
                 for number, claim in enumerate(claims, 1):
@@ -203,6 +218,8 @@ class Worker:
                 if claims is not None:
                     return claims
             return await self.queue.claim(self.stage.value, wanted, self.name, nonce, places)
+        except TooOld:  # heard by now: `_serve` ends, what is in work does not
+            return []
         except RedisUnavailable:
             log.error("Redis stayed away for limits.outage = %g s: this worker ends", self.config.limits.outage)
             raise
@@ -307,7 +324,9 @@ class Worker:
         return {
             "stage": self.stage.value, "host": self.host, "pid": os.getpid(), "slots": self.slots,
             "running": len(self.running), "version": self.version, "started": self.started,
-            "stopping": self._stopping.is_set(), **self.hosting.about(),
+            "reads": self.queue.reads, "outdated": self.queue.outdated,
+            "why_stopping": self.ending.why,
+            "stopping": self.ending.stopping.is_set() or self.queue.outdated, **self.hosting.about(),
             "memory_high": self.upkeep.memory_high, "stalled": self.upkeep.stalled,
             "paused": next((a.clock.why for a in list(self.running.values()) if a.clock.why), ""),
             **({"policy": self.shop.policy.pool.about()} if self.stage is Stage.RUN else {}),

@@ -8,9 +8,11 @@ line's jobs (audit, expire) once a period in all, on the machine whose clock cam
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import re
+import signal
 import socket
 import threading
 import time
@@ -21,16 +23,17 @@ from typing import Any
 
 import msgpack
 import redis
+from redis.client import PubSub, PubSubWorkerThread
 from redis.exceptions import RedisError
 from rq import Queue, Worker
 from rq.cron import CronJob, CronScheduler
 from rq.cron_job_registry import add as note_cron_job
-from rq.exceptions import DuplicateJobError
+from rq.exceptions import DuplicateJobError, StopRequested
 
 from pipeline.config import Config
 from pipeline.connection import connect_sync, explain
-from pipeline.errors import RedisUnavailable
 from workers import maintenance_jobs as jobs
+from workers.maintenance_waits import Told, answers
 
 log = logging.getLogger(__name__)
 
@@ -119,6 +122,8 @@ class Clock(CronScheduler):
     """RQ's cron in a thread beside the worker; it outlasts a Redis that is away."""
 
     LONGEST_WAIT = 5.0
+    AWAY_WAIT = 1.0
+    """Seconds: what is due while Redis is away stays due, and must not be tried without a pause."""
 
     def __init__(self, config: Config, connection: redis.Redis) -> None:
         super().__init__(connection, logging_level=logging.WARNING, name=worker_name(config))
@@ -136,8 +141,9 @@ class Clock(CronScheduler):
         self._thread.join()
 
     def _run(self) -> None:
-        born = False
+        born = away = False
         while not self._over.is_set():
+            pause = 0.1
             try:
                 if not born:
                     self.register_birth()
@@ -145,9 +151,12 @@ class Clock(CronScheduler):
                 if self.enqueue_jobs():
                     self.save()
                 self.heartbeat()
+                away = False
             except (RedisError, OSError) as error:
-                log.warning("maintenance is not enqueued for now: %s", explain(error, self._url))
-            self._over.wait(min(self.LONGEST_WAIT, max(0.1, self.calculate_sleep_interval())))
+                if not away:
+                    log.warning("maintenance is not enqueued for now: %s", explain(error, self._url))
+                away, pause = True, self.AWAY_WAIT
+            self._over.wait(min(self.LONGEST_WAIT, max(pause, self.calculate_sleep_interval())))
         try:
             self.register_death()
         except (RedisError, OSError) as error:
@@ -155,28 +164,77 @@ class Clock(CronScheduler):
 
 
 class Maintainer(Worker):
-    """RQ's forking worker. A job that is in work when it is told to stop has `grace` seconds, then it is killed."""
+    """RQ's forking worker. A job that is in work when it is told to stop has `grace` seconds, then it is killed.
 
-    def __init__(self, config: Config, connection: redis.Redis) -> None:
+    `life`: the how many-th worker of this process it is; Redis may still show an earlier one. `told`: of a signal that
+    came between two of them.
+    """
+
+    max_connection_wait_time = 5.0
+
+    def __init__(self, config: Config, connection: redis.Redis, life: int = 1, told: Told | None = None) -> None:
+        name = worker_name(config) + (f".{life}" if life > 1 else "")
         super().__init__(
-            [queue_name(config)], name=worker_name(config), connection=connection, serializer=Msgpack,
+            [queue_name(config)], name=name, connection=connection, serializer=Msgpack,
             worker_ttl=WORKER_TTL, maintenance_interval=60, job_monitoring_interval=10,
         )  # fmt: skip
-        self._grace = config.limits.grace
         self.stopped = 0
         """The signal that it was told to stop by; 0 as long as it was not."""
+        self._patience: threading.Timer | None = None
+        self._told = told
+        self._config = config
+        self._leaving = False
+
+    def _install_signal_handlers(self) -> None:
+        super()._install_signal_handlers()  # type: ignore[no-untyped-call]
+        if self._told is not None and self._told.signal:
+            self.request_stop(self._told.signal, None)
 
     def request_stop(self, signum: int, frame: FrameType | None) -> None:
         self.stopped = signum
-        patience = threading.Timer(self._grace, self._lose_patience)
-        patience.daemon = True
-        patience.start()
+        self._patience = threading.Timer(self._config.limits.grace, self._lose_patience)
+        self._patience.daemon = True
+        self._patience.start()
         super().request_stop(signum, frame)  # type: ignore[no-untyped-call]
 
+    def work_on(self, level: str) -> None:
+        """Work until told to stop, or until RQ gives up, which it does on a Redis that hangs. Raises RedisError."""
+        try:
+            self.work(logging_level=level)
+        except StopRequested:  # by a signal that came before RQ minded it
+            self.teardown()
+        except (RedisError, OSError):
+            if not self._leaving:  # it had hardly begun
+                self._leaving = True
+                self.unsubscribe()  # type: ignore[no-untyped-call]
+            raise
+        finally:
+            if self._patience is not None:
+                self._patience.cancel()
+
+    def teardown(self) -> None:
+        """As RQ's; a Redis that hangs is waited for no longer than for any reply, and the thread that listens ends."""
+        self._leaving = True
+        with connect_sync(self._config, name="maint") as self.connection:
+            try:
+                super().teardown()  # type: ignore[no-untyped-call]
+            except (RedisError, OSError):
+                self.unsubscribe()  # type: ignore[no-untyped-call]
+                raise
+
+    def _pubsub_exception_handler(self, exc: Exception, pubsub: PubSub, pubsub_thread: PubSubWorkerThread) -> None:
+        if not self._leaving:  # else its connection was closed under the thread, since no reply came to end it
+            super()._pubsub_exception_handler(exc, pubsub, pubsub_thread)
+
     def _lose_patience(self) -> None:
+        grace = self._config.limits.grace
         if self.horse_pid:
-            log.warning("the job in work did not end within %g s and is killed; its next period does it", self._grace)
+            log.warning("the job in work did not end within %g s and is killed; its next period does it", grace)
             self.kill_horse()
+            return
+        log.warning("Redis did not answer within %g s: this process ends without taking leave", grace)
+        logging.shutdown()
+        os._exit(128 + signal.SIGINT if self.stopped == signal.SIGINT else 0)
 
 
 def worker_name(config: Config) -> str:
@@ -187,20 +245,37 @@ def worker_name(config: Config) -> str:
 def serve(config: Config, *, burst: bool = False) -> int:
     """Do maintenance until told to stop (`burst`: until nothing is due); the signal that stopped it, or 0.
 
-    Raises RedisUnavailable when it ended by itself: RQ gives up on a Redis that hangs; whoever started it repeats it.
+    Raises RedisUnavailable where Redis stayed away for limits.outage.
     """
     jobs.use(config)
     level = "DEBUG" if log.isEnabledFor(logging.DEBUG) else "WARNING"  # RQ tells of every job four times
     log.info("maintenance: %s, from the queue %s", ", ".join(duty.name for duty in duties(config)), queue_name(config))
-    with connect_sync(config, name="maint") as connection, connect_sync(config, name="maint-clock") as other:
-        worker = Maintainer(config, connection)
+    with connect_sync(config, name="maint-clock") as other:
         clock = Clock(config, other)
         if burst:
             clock.enqueue_jobs()
-            worker.work(burst=True, logging_level=level)
+            with connect_sync(config, name="maint") as connection:
+                Maintainer(config, connection).work(burst=True, logging_level=level)
             return 0
         with clock:
-            worker.work(logging_level=level)
-        if not worker.stopped:
-            raise RedisUnavailable("the maintenance worker gave up on Redis (its log says why): start it again")
-        return worker.stopped
+            return _outlast(config, level)
+
+
+def _outlast(config: Config, level: str) -> int:
+    """One worker of RQ after another, since each gives up on a Redis that hangs; the signal that stopped the last."""
+    told = Told()
+    for life in itertools.count(1):
+        why = "its log says why"
+        with connect_sync(config, name="maint") as connection:
+            worker = Maintainer(config, connection, life, told)
+            try:
+                worker.work_on(level)
+            except (RedisError, OSError) as error:
+                why = explain(error, config.redis.url)
+        if worker.stopped:
+            return worker.stopped
+        told.listen()
+        log.warning("the maintenance worker gave up on Redis (%s): another one begins when it answers", why)
+        if not answers(config, told):
+            return told.signal
+    raise AssertionError("counting does not end")

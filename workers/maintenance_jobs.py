@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -17,13 +17,12 @@ from pipeline.config import Config
 from pipeline.connection import connect
 from pipeline.envelope import WORKING
 from pipeline.errors import SandboxError
+from pipeline.payload_sweep import payload_keys, sweep as sweep_files
 from pipeline.queue import Queue
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-PAGE = 500
-"""Keys that one script looks at."""
 _using: list[Config] = []
 
 
@@ -81,43 +80,26 @@ def audit() -> list[str]:
 
 
 def expire() -> dict[str, int]:
-    """End what nobody will ask for: dead letters that are over their time, payloads and tasks that nothing names."""
+    """End what nobody will ask for: dead letters over their time; payloads, tasks and files that nothing names."""
     return _with_queue(expire_line)
 
 
 async def expire_line(queue: Queue) -> dict[str, int]:
-    """How many dead letters went off the lists, how many payloads and tasks were given an end (`keep.gone_hours`)."""
+    """How many dead letters went off the lists, how many payloads and tasks were given an end (`keep.gone_hours`), how
+    many payload files were left over and removed."""
     seconds, _ = await queue.execute("TIME")
     over = (int(seconds) - queue.dead_seconds) * 1000
     letters = [
         int(await queue.execute("ZREMRANGEBYSCORE", queue.key("dead", stage.value), "-inf", over)) for stage in WORKING
     ]
     life, given = int(queue.config.keep.gone_hours * 3600), 0
-    async for page in _unnamed(queue):
+    async for page in payload_keys(queue):
         given += await _give_an_end(queue, life, page)
-    return {"letters": sum(letters), "given an end": given}
+    return {"letters": sum(letters), "given an end": given, "files": await sweep_files(queue)}
 
 
 async def _give_an_end(queue: Queue, life: int, page: list[str]) -> int:
     return int(await queue.outlast(lambda: queue.pipe.script("expire", queue.prefix, life, *page)))
-
-
-async def _unnamed(queue: Queue) -> AsyncIterator[list[str]]:
-    """Arguments of the script, for every payload and task; it tells which ones nothing names."""
-    for kind in ("p", "t"):
-        cursor: Any = b"0"
-        while True:
-            cursor, keys = await queue.execute("SCAN", cursor, "MATCH", f"{queue.prefix}:{kind}:*", "COUNT", PAGE)
-            names = [key.decode("utf-8", "surrogateescape")[len(queue.prefix) + 3 :] for key in keys]
-            if names:
-                yield [word for name in names for word in _words(kind, name)]
-            if int(cursor) == 0:
-                break
-
-
-def _words(kind: str, name: str) -> Iterator[str]:
-    id, _, token = name.rpartition(":") if kind == "p" else (name, "", "")
-    yield from (kind, id, token)
 
 
 def _with_queue(call: Callable[[Queue], Awaitable[T]]) -> T:
@@ -132,6 +114,8 @@ def _with_queue(call: Callable[[Queue], Awaitable[T]]) -> T:
 async def _queue(config: Config) -> AsyncIterator[Queue]:
     client = connect(config)
     try:
-        yield Queue(client, config)
+        queue = Queue(client, config)
+        await queue.look_at_schema()  # TooOld: what looks left over to an older version may not be
+        yield queue
     finally:
         await client.aclose()

@@ -19,7 +19,7 @@ from pipeline.engine_calls import EngineError
 from pipeline.errors import ConfigError, LineError, PolicyError
 from pipeline.registration import Registration, looked_at
 from pipeline.weights import bring_up
-from workers.address import reachable_address
+from workers.address import bracketed, reachable_address
 from workers.vllm_process import Process
 
 log = logging.getLogger(__name__)
@@ -211,14 +211,10 @@ def _addresses(config: Config, options: Options) -> tuple[str, str, str]:
             f"--host {listen}: which address do workers on other machines use? Give it as --advertise URL"
         )
     port = _port(listen, options.port)
-    near = f"http://{_bracketed('127.0.0.1' if listen in ANYWHERE else listen)}:{port}"
-    far = options.advertise.rstrip("/") or f"http://{_bracketed(own or listen)}:{port}"
+    near = f"http://{bracketed('127.0.0.1' if listen in ANYWHERE else listen)}:{port}"
+    far = options.advertise.rstrip("/") or f"http://{bracketed(own or listen)}:{port}"
     backend_id(far)  # a wrong URL is said before anything is started
     return listen, near, far
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
 
 
 def _port(host: str, port: int) -> int:

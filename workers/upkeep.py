@@ -57,7 +57,7 @@ class Upkeep(threading.Thread):
         self._away_since: float | None = None
         self._last_beat = 0.0
         self._last_tick = 0.0
-        self._reported = False
+        self._reported = self._said_old = False
         self._told = (False, False)
         self._loop_thread = threading.get_ident()
         self.pulse = time.monotonic()
@@ -122,6 +122,7 @@ class Upkeep(threading.Thread):
             arguments = self._queue.tick_arguments(self._worker)
             ticked = read_tick(run_script(self._client, "tick", self._queue.prefix, arguments))
             self._last_tick = now
+            self._hear(ticked.schema)
             if ticked.expired or ticked.failed:
                 log.warning(
                     "%d leases of silent workers ran out: given out again, but for %d that ended as failed",
@@ -143,7 +144,16 @@ class Upkeep(threading.Thread):
             self._told = (bool(about.get("paused")), bool(about.get("stopping")))
             arguments = self._queue.beat_arguments(self._worker, about, page)
             reply = run_script(self._client, "beat", self._queue.prefix, arguments)
-            self._on_beat(page, read_beat(reply))
+            beaten = read_beat(reply)
+            self._hear(beaten.schema)
+            self._on_beat(page, beaten.held)
+
+    def _hear(self, schema: int) -> None:
+        """The line's schema, with each beat and tick: above what this version reads, the loop claims nothing more."""
+        self._queue.hear_schema(schema)
+        if self._queue.outdated and not self._said_old:
+            self._said_old = True
+            log.error("%s. What is in work is finished, then this worker ends", self._queue.too_old())
 
     def _look_at_memory(self) -> None:
         try:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pipeline.adapters.rows import usable
 from pipeline.by_id import Waiter
 from pipeline.client import RolloutClient
-from pipeline.envelope import Task, encode
+from pipeline.envelope import SCHEMA, Task, encode
 from pipeline.errors import LineError
 from pipeline.groups import WHOLE
 from pipeline.results import Rollout
@@ -84,7 +84,7 @@ class Sessions:
         ended rollout is returned whatever its outcome. Raises what `enqueue` raises, and Incomplete after the
         time-out, where the rollout is cancelled; so it is when the caller is.
         """
-        key = (prompt, encode(replace(task, id=None)))
+        key = (prompt, encode(replace(task, id=None), SCHEMA))
         party = self._gathering.get(key)
         if party is None:
             party = self._gathering[key] = _Party()

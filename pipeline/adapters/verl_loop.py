@@ -163,7 +163,9 @@ async def _line_of(settings: str | None, url: str | None, lane: str, timeout: fl
     key = (settings, url, lane, timeout)
     if key not in lines:
         config = load(Path(settings) if settings else None)
-        lines[key] = _Line(config.changed({"redis.url": url}) if url else config, lane, timeout)
+        if url:
+            config = config.changed({"redis.url": url, "redis.address_file": ""})
+        lines[key] = _Line(config, lane, timeout)
     line = lines[key]
     try:
         await asyncio.shield(line.opened)

@@ -1,11 +1,13 @@
 -- Lease up to n rollouts of a stage, lanes served by weight, oldest group first.
--- A: stage, n, lease ms, worker, nonce, inline bytes, free places, then (lane, weight, places that this lane may take)...
+-- A: stage, n, lease ms, worker, nonce, inline bytes, free places, newest schema that it reads,
+--    then (lane, weight, places that this lane may take)...
 -- -> per rollout {id, token, attempt, losses, alone, envelope, payload token, payload or '', waited ms, worked ms, task or '',
 --    lane of the place that it takes or ''}
 --    Payload and task come along when they are small (inline bytes): it saves the worker a round trip.
 -- At INIT those that need a sandbox wait in sets of their own, and only so many are claimed as the worker has places; and no
 -- more than the trainer's bound on new rollouts admits.
 -- The nonce makes it idempotent: the same request sent again gets the same leases. Worker W has one claim in flight.
+-- Error RAISED: the line's schema is above what it reads. (Older versions keep their credits in `credit:STAGE`; raise.lua)
 local stage, memo = A[1], key('claim', A[4] .. ':' .. A[1])
 local inline = tonumber(A[6])
 
@@ -30,6 +32,8 @@ if redis.call('HGET', memo, 'nonce') == A[5] then
   return out
 end
 
+local refusal = above(A[8])
+if refusal then return refusal end
 unlock()
 -- No further group may begin in this lane: what is left to claim are rollouts of those that have.
 local function only_begun(lane)
@@ -49,7 +53,7 @@ end
 
 local lanes, all = {}, {}
 local places = tonumber(A[7])
-for i = 8, #A, 3 do
+for i = 9, #A, 3 do
   local lane = { name = A[i], ready = key('ready', stage, A[i]), place = key('place', A[i]), weight = tonumber(A[i + 1]) }
   lane.left = redis.call('ZCARD', lane.ready)
   lane.waits = stage == 'init' and redis.call('ZCARD', lane.place) or 0
@@ -71,7 +75,7 @@ local function take_from(lane)
   return lane.ready, 'left'
 end
 -- Smooth weighted round robin; the credit is kept, so that claims of one are as fair as claims of many.
-local credits = key('credit', stage)
+local credits = key('turn', stage)
 for _, lane in ipairs(lanes) do lane.credit = tonumber(redis.call('HGET', credits, lane.name) or 0) end
 local need, got = tonumber(A[2]), {}
 while need > 0 do
@@ -110,13 +114,13 @@ end
 local waiting = 0
 for _, lane in ipairs(lanes) do waiting = waiting + lane.left end
 if waiting == 0 and stage ~= 'done' then redis.call('DEL', key('bell', stage)) end
-if waiting == 0 and stage == 'done' then redis.call('DEL', key('bell', 'done', A[8])) end
+if waiting == 0 and stage == 'done' then redis.call('DEL', key('bell', 'done', A[9])) end
 local hidden = 0
 for _, lane in ipairs(all) do hidden = hidden + lane.waits end
 if hidden == 0 and stage == 'init' then redis.call('DEL', key('bell', 'place')) end
 for _, lane in ipairs(lanes) do
   if lane.left > 0 then redis.call('HSET', credits, lane.name, lane.credit) else redis.call('HDEL', credits, lane.name) end
 end
-redis.call('HSET', memo, 'nonce', A[5], 'got', table.concat(got))
+redis.call('HSET', memo, 'nonce', A[5], 'got', table.concat(got), 'reads', A[8])
 redis.call('PEXPIRE', memo, 3600000)
 return out

@@ -1,4 +1,4 @@
--- Lease whole groups that are complete, oldest first. A: lane, how many, lease ms, consumer, nonce
+-- Lease whole groups that are complete, oldest first. A: lane, how many, lease ms, consumer, nonce, newest schema that it reads
 -- -> per member {group, id, token}. A group some of whose members are in another consumer's hands is left for later. Of one
 -- that closed and let the rest go on, those that have ended come, and the rest another time.
 local memo = key('claim', A[4] .. ':groups')
@@ -9,6 +9,8 @@ if redis.call('HGET', memo, 'nonce') == A[5] then
   end
   return out
 end
+local refusal = above(A[6])
+if refusal then return refusal end
 unlock()
 local groups, ready = key('groups', A[1]), key('ready', 'done', A[1])
 local need, got, count = tonumber(A[2]), {}, 0
@@ -40,6 +42,6 @@ for _, group in ipairs(redis.call('ZRANGE', groups, 0, need * 2 + 16)) do
     need = need - 1
   end
 end
-redis.call('HSET', memo, 'nonce', A[5], 'got', table.concat(got))
+redis.call('HSET', memo, 'nonce', A[5], 'got', table.concat(got), 'reads', A[6])
 redis.call('PEXPIRE', memo, 3600000)
 return out

@@ -1,8 +1,11 @@
--- Lease those of these rollouts that have ended and wait to be popped. A: lease ms, consumer, nonce, ids...
+-- Lease those of these rollouts that have ended and wait to be popped. A: lease ms, consumer, nonce, newest schema that it reads,
+-- ids...
 -- -> per rollout got {id, token}. The same request sent again gets the same leases: a token is the nonce and the id.
+local refusal = above(A[4])
+if refusal then return refusal end
 unlock()
 local out = {}
-for i = 4, #A do
+for i = 5, #A do
   local id, h, token = A[i], key('r', A[i]), A[3] .. '-' .. A[i]
   local v = redis.call('HMGET', h, 'stage', 'state', 'token', 'lane', 'group')
   if v[1] == 'done' and v[2] == 'ready' then

@@ -20,12 +20,12 @@ redis.call('HSET', h, 'spent:' .. stage, token)
 redis.call('HINCRBY', h, 'worked', A[10])
 remember(id, A[9])
 if stop_asked(id, h, stage, A[12]) then
-  if A[6] ~= '' then redis.call('UNLINK', key('p', id, A[6])) end
+  if A[6] ~= '' then forget(key('p', id, A[6])) end
   return 'CANCELLED'
 end
 if A[6] ~= '' then
   redis.call('PERSIST', key('p', id, A[6]))
-  if v[4] and v[4] ~= '' and v[4] ~= A[6] then redis.call('UNLINK', key('p', id, v[4])) end
+  if v[4] and v[4] ~= '' and v[4] ~= A[6] then forget(key('p', id, v[4])) end
   redis.call('HSET', h, 'payload', A[6])
 end
 redis.call('HSET', h, 'env', A[5], 'attempts:' .. stage, 0)

@@ -1,5 +1,5 @@
 -- A task's samples, all or none (a sample that is known, or ended and acked, counts as done already): the group, its task payload, one hash and one ready entry a sample.
--- A: group, task payload, priority, lane, max_length, first stage, ttl ms or '', deadline ms or '', samples of the group,
+-- A: group, task payload or its file's reference, priority, lane, max_length, first stage, ttl ms or '', deadline ms or '', samples of the group,
 --    handler, scored members with which the group closes or '', samples without the extra ones, ms from its first start to
 --    its close or '', rest ('later' or ''), why it closed before this line lost it or '' (what it has not here was popped),
 --    then (id, envelope)...

@@ -15,6 +15,27 @@ local function whole(number) return string.format('%.0f', number) end
 
 local function unlock() redis.call('ZREM', key('none'), '') end
 
+-- The line's schema where it is above what a process reads, nil else: that process is given nothing (RAISED).
+local function above(reads)
+  local schema = tonumber(redis.call('GET', key('schema')) or 0)
+  return schema > tonumber(reads) and redis.error_reply('RAISED ' .. whole(schema)) or nil
+end
+
+-- The reference of the file in which a payload or task lies (pipeline/payload_files.py); nil where Redis holds it.
+local FILE = '@file1:'
+local function held_in_file(name)
+  if redis.call('STRLEN', name) > 1024 then return nil end
+  local held = redis.call('GET', name)
+  if held and string.sub(held, 1, #FILE) == FILE then return held end
+end
+
+-- Remove a payload or a task. Its file goes to the trash, for this very removal may be lost with Redis's last second.
+local function forget(name)
+  local reference = held_in_file(name)
+  if reference then redis.call('ZADD', key('trash'), whole(now), reference) end
+  redis.call('UNLINK', name)
+end
+
 -- A doorbell is only a hint: a list of at most 64 rings. A lost ring costs a waiter its time-out (1 s).
 local function ring(bell)
   redis.call('RPUSH', bell, '1')

@@ -24,14 +24,14 @@ for i = 3, #A, 2 do
     leave_run(id, v[6], v[7])
     redis.call('SET', gone, token, 'EX', A[1])
     redis.call('UNLINK', h, key('a', id))
-    if v[3] and v[3] ~= '' then redis.call('UNLINK', key('p', id, v[3])) end
+    if v[3] and v[3] ~= '' then forget(key('p', id, v[3])) end
     redis.call('HINCRBY', key('counts'), 'acked', 1)
     redis.call('HINCRBY', key('counts'), 'live', -1)
     local group = key('g', v[2])
     redis.call('SREM', key('m', v[2]), id)
     if redis.call('HINCRBY', group, 'left', -1) <= 0 then
       local letters = redis.call('HGET', group, 'letters')
-      if letters then redis.call('EXPIRE', key('t', v[2]), letters) else redis.call('UNLINK', key('t', v[2])) end
+      if letters then redis.call('EXPIRE', key('t', v[2]), letters) else forget(key('t', v[2])) end
       redis.call('ZREM', key('groups', redis.call('HGET', group, 'lane')), v[2])
       not_spare(group, v[6], math.huge)
       redis.call('ZREM', key('closing'), v[2])

@@ -1,16 +1,29 @@
 -- Upkeep, by every worker about once a second: expire leases, promote what was delayed, end what is over its time.
--- A: lease ms, how many at most, max attempts, max losses, letters' life s, the worker that says so ('': a consumer)
--- -> {expired, failed, promoted, blind (1: leases were left alone), over}
+-- A: lease ms, how many at most, max attempts, max losses, letters' life s, the worker that says so ('': a consumer),
+--    the line's schema as it knows it (a server that came back empty is told)
+-- -> {expired, failed, promoted, blind (1: leases were left alone), over, the line's schema}
 -- If nobody ticked for half a lease (Redis was away, frozen or loading), living owners could not beat either: for one lease
 -- more no lease expires, so that they beat first.
+-- Of a thousand workers' ticks a second, ten look at everything (SELDOM): the others only say that their worker lives.
+local SELDOM = 100 -- ms
 unlock()
+local schema = redis.call('GET', key('schema'))
+if not schema then
+  schema = A[7]
+  redis.call('SET', key('schema'), schema)
+end
 local lease, limit = tonumber(A[1]), tonumber(A[2])
-local last = tonumber(redis.call('GET', key('tick')) or now)
+local last = tonumber(redis.call('GET', key('tick')) or 0)
+local blind = tonumber(redis.call('GET', key('blind')) or 0) > now
+if A[6] ~= '' then
+  redis.call('ZADD', key('beats'), 'XX', whole(now), A[6]) -- it lives
+  if now >= last and now - last < SELDOM then return { 0, 0, 0, blind and 1 or 0, 0, tonumber(schema) } end
+end
+if last == 0 then last = now end -- the line's first tick
 if now - last > lease / 2 then redis.call('SET', key('blind'), whole(now + lease)) end
 redis.call('SET', key('tick'), whole(now))
-local blind = tonumber(redis.call('GET', key('blind')) or 0) > now
+blind = tonumber(redis.call('GET', key('blind')) or 0) > now
 local expired, failed, promoted, over = 0, 0, 0, 0
-if A[6] ~= '' then redis.call('ZADD', key('beats'), 'XX', whole(now), A[6]) end -- it lives
 
 -- How many rollouts the owner held when it died: alone, its death is an attempt; in company, a loss that nobody chose.
 local function company(owner)
@@ -111,4 +124,4 @@ end
 for _, stage in ipairs({ 'init', 'run', 'eval' }) do
   redis.call('ZREMRANGEBYSCORE', key('dead', stage), '-inf', now - A[5] * 1000)
 end
-return { expired, failed, promoted, blind and 1 or 0, over }
+return { expired, failed, promoted, blind and 1 or 0, over, tonumber(schema) }

@@ -8,14 +8,15 @@ import os
 from typing import Any
 
 import pytest
+from redis.exceptions import ConnectionError as RedisConnectionError
 
 from pipeline.errors import SandboxError, SandboxGone
 from pipeline.interfaces import Completion
 from tests.integration.test_sandbox_host import Served, config, served
 from tests.services import redis_service, session_redis
 from workers.replay import Replay
-from workers.sandbox import live as live_module, stock as stock_module
-from workers.sandbox.client import RemoteSandbox
+from workers.sandbox import client as client_module, live as live_module, stock as stock_module
+from workers.sandbox.client import Hosts, RemoteSandbox
 from workers.sandbox.journal import Journal
 from workers.sandbox.replies import Fenced
 from workers.sandbox.tools.session import Session
@@ -36,6 +37,40 @@ async def test_an_open_that_was_refused_is_refused_again(served: Served) -> None
             await served.open(live, "t-2")
     with pytest.raises(Fenced):
         await first.bash("true")
+
+
+async def test_a_host_that_ends_while_redis_is_away_is_gone(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    live = await served.make()
+    queue = served.host._queue
+    assert queue is not None
+    queue.close_within(0.2)
+
+    async def away(*_: Any) -> Any:
+        raise RedisConnectionError("nobody listens")
+
+    monkeypatch.setattr(queue.pipe, "execute", away)
+    with pytest.raises(SandboxGone, match="ends and can't ask whose it is"):  # a loss; a SandboxError is an attempt
+        await opened(served, live, "t-1", "run")
+
+
+async def test_time_without_redis_counts_against_no_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dead host on another machine, and a Redis that is away for longer than a host is tried: a loss in the end."""
+    monkeypatch.setattr(client_module, "PATIENCE", 0.2)
+    back = asyncio.get_running_loop().time() + 1.5
+
+    async def silent(_: str) -> float:
+        return 0.0 if asyncio.get_running_loop().time() < back else 9.0
+
+    hosts = Hosts(0.2, silent)
+    reference = {"host": "host-2", "node": "elsewhere", "name": "x", "tcp": "127.0.0.9:9", "tls": "00" * 32}
+    with pytest.raises(SandboxGone, match="host-2 is gone"):
+        await hosts.open(reference, id="g.0", token="t-1", stage="run")
+    assert asyncio.get_running_loop().time() >= back
+    await hosts.close()
+    hosts = Hosts(0.2, lambda _: asyncio.sleep(0, 0.1))  # it lives, and is out of reach
+    with pytest.raises(SandboxError, match="can't be reached"):
+        await hosts.open(reference, id="g.0", token="t-1", stage="run")
+    await hosts.close()
 
 
 async def test_a_repeated_open_waits_for_the_first_one(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 from pipeline import log, scripts
 from pipeline.config import Config
 from pipeline.envelope import Stage
+from pipeline.payload_files import PayloadFiles
 from pipeline.queue import Queue
 from workers.attempt import Attempt
 from workers.loop import Worker
@@ -28,6 +29,9 @@ GAPS = (
     "claim-sent", "claimed", "working", "done", "written", "commit-sent", "committed", "after", "fail-sent", "beat",
     "tick",
 )  # fmt: skip
+
+LAID = "laid"
+"""The gap between a payload's file and its key: only where `payload.dir` is set."""
 
 
 def die() -> None:
@@ -90,14 +94,15 @@ def cut_replies(reach: Callable[[str], None], gap: str) -> None:
 
 def set_fault(fault: str) -> None:
     gap, _, nth = fault.partition(":")
-    if gap not in GAPS:
-        raise SystemExit(f"unknown gap {gap!r} (known: {', '.join(GAPS)})")
+    if gap not in (*GAPS, LAID):
+        raise SystemExit(f"unknown gap {gap!r} (known: {', '.join((*GAPS, LAID))})")
     reach = at(gap, int(nth or 1))
     if gap.endswith("-sent"):
         cut_replies(reach, gap)
     wrap(Worker, "_begin", before="claimed", reach=reach)
     wrap(Attempt, "_process", before="working", after="done", reach=reach)
     wrap(Queue, "write_payload", after="written", reach=reach)
+    wrap(PayloadFiles, "write", after=LAID, reach=reach)
     wrap(Attempt, "commit", after="committed", reach=reach)
     wrap(Worker, "_release", after="after", reach=reach)
     wrap(Upkeep, "beat", after="beat", reach=reach)

@@ -155,8 +155,8 @@ async def test_expiry_ends_what_nothing_names_and_nothing_else(redis_service: Re
         await client.hset(queue.key("r:g1.0"), "payload", "t1")
         await client.zadd(queue.key("dead:run"), {"old": 1000.0, "new": time.time() * 1000})
         found = await maintenance_jobs.expire_line(queue)
-        assert found == {"letters": 1, "given an end": 3}
-        assert await maintenance_jobs.expire_line(queue) == {"letters": 0, "given an end": 0}
+        assert found == {"letters": 1, "given an end": 3, "files": 0}
+        assert await maintenance_jobs.expire_line(queue) == {"letters": 0, "given an end": 0, "files": 0}
         lives = {key: await client.ttl(queue.key(key)) for key in ("p:g1.0:t1", "p:g1.0:t2", "t:g1", "t:gone")}
         assert lives["p:g1.0:t1"] == lives["t:g1"] == -1
         assert 0 < lives["p:g1.0:t2"] <= config.keep.gone_hours * 3600 and lives["t:gone"] > 0

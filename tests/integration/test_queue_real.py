@@ -1,4 +1,4 @@
-"""The same verbs on a real server: all of tests/unit/test_queue_*.py, and what only a real server does."""
+"""The same verbs on a real server: tests/unit/test_queue_*.py, test_schema.py, and what only a real server does."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from tests.unit.test_queue_commit import *  # noqa: F403
 from tests.unit.test_queue_enqueue import *  # noqa: F403
 from tests.unit.test_queue_pop import *  # noqa: F403
 from tests.unit.test_queue_tick import *  # noqa: F403
+from tests.unit.test_schema import *  # noqa: F403
 
 
 @pytest.fixture

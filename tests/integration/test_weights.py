@@ -20,7 +20,7 @@ from pipeline import Group, Rollout, RolloutClient, SyncRolloutClient, Task
 from pipeline.backends import Backend, Load, state_of
 from pipeline.config import Config
 from pipeline.engine import Engine, EngineError
-from pipeline.envelope import Payload, encode_compressed
+from pipeline.envelope import SCHEMA, Payload, encode_compressed
 from pipeline.errors import ConfigError, Incomplete, PolicyError
 from pipeline.trajectory import Sequence, Trajectory, Turn, VersionRun
 from pipeline.weights import Weights, bring_up
@@ -454,7 +454,7 @@ def payload(*versions: int) -> bytes:
         versions=tuple(VersionRun(version, at, at + 1) for at, version in enumerate(versions)),
         turns=(Turn(kind="action", start=0, end=size),),
     )  # fmt: skip
-    return encode_compressed(Payload(trajectory=Trajectory(sequences=(sequence,))))
+    return encode_compressed(Payload(trajectory=Trajectory(sequences=(sequence,))), SCHEMA)
 
 
 async def scored(client: RolloutClient, group: str, *members: tuple[int, ...]) -> None:

@@ -10,6 +10,7 @@ from hypothesis import given, strategies as st
 
 from pipeline import wire
 from pipeline.envelope import (
+    READS,
     SCHEMA,
     Envelope,
     Payload,
@@ -31,30 +32,30 @@ messages = made.tasks | made.envelopes | made.payloads
 @given(messages)
 def test_a_message_comes_back(message: Any) -> None:
     for back in (
-        decode(type(message), encode(message)),
-        decode_compressed(type(message), encode_compressed(message)),
+        decode(type(message), encode(message, SCHEMA)),
+        decode_compressed(type(message), encode_compressed(message, SCHEMA)),
     ):
-        assert made.same(to_map(back), to_map(message))
+        assert made.same(to_map(back, SCHEMA), to_map(message, SCHEMA))
 
 
 @given(messages)
 def test_unknown_fields_survive_a_round_trip(message: Any) -> None:
-    later = {**to_map(message), "from_a_later_version": {"a": [1, b"x"]}}
+    later = {**to_map(message, SCHEMA), "from_a_later_version": {"a": [1, b"x"]}}
     back = from_map(type(message), wire.unpack(wire.pack(later)))
     assert back.extra["from_a_later_version"] == {"a": [1, b"x"]}
-    assert made.same(to_map(back), later)
+    assert made.same(to_map(back, SCHEMA), later)
 
 
 def test_an_envelope_is_small() -> None:
     envelope = Envelope(id="x" * 60, group="y" * 60, handler="math", sandbox={"driver": "local", "path": "z" * 120})
-    assert len(encode(envelope)) < 1024
+    assert len(encode(envelope, SCHEMA)) < 1024
 
 
 @pytest.mark.parametrize("schema", [None, 0, SCHEMA + 1, "1", 1.5, [1]])
 @pytest.mark.parametrize("cls", [Task, Envelope, Payload])
 def test_another_schema_is_refused(cls: Any, schema: Any) -> None:
-    value = {**to_map(cls(**{"handler": "h"} if cls is Task else SMALLEST[cls])), "schema": schema}
-    with pytest.raises(EnvelopeError, match=rf"{cls.__name__} of schema .*: this version reads {SCHEMA}"):
+    value = {**to_map(cls(**{"handler": "h"} if cls is Task else SMALLEST[cls]), SCHEMA), "schema": schema}
+    with pytest.raises(EnvelopeError, match=rf"{cls.__name__} of schema .*: this version reads {READS}"):
         decode(cls, wire.pack(value))
 
 
@@ -67,7 +68,7 @@ SMALLEST: dict[Any, dict[str, Any]] = {
 
 @given(messages, st.data())
 def test_a_wrong_type_is_an_envelope_error_or_changes_nothing_unseen(message: Any, data: st.DataObject) -> None:
-    value = to_map(message)
+    value = to_map(message, SCHEMA)
     name = data.draw(st.sampled_from(sorted(value)))
     value[name] = data.draw(made.plain | made.arrays)
     packed = wire.pack(value)
@@ -76,12 +77,12 @@ def test_a_wrong_type_is_an_envelope_error_or_changes_nothing_unseen(message: An
     except EnvelopeError as error:
         assert str(error)
     else:
-        assert made.same(to_map(back), value)
+        assert made.same(to_map(back, SCHEMA), value)
 
 
 @given(messages, st.data())
 def test_a_missing_field_is_an_envelope_error_or_its_default(message: Any, data: st.DataObject) -> None:
-    value = to_map(message)
+    value = to_map(message, SCHEMA)
     del value[data.draw(st.sampled_from(sorted(value)))]
     try:
         decode(type(message), wire.pack(value))
@@ -91,7 +92,7 @@ def test_a_missing_field_is_an_envelope_error_or_its_default(message: Any, data:
 
 @given(messages, st.data())
 def test_a_damaged_message_is_an_envelope_error_and_nothing_else(message: Any, data: st.DataObject) -> None:
-    packed = bytearray(encode(message))
+    packed = bytearray(encode(message, SCHEMA))
     for _ in range(data.draw(st.integers(1, 3))):
         at = data.draw(st.integers(0, len(packed) - 1))
         packed[at] = data.draw(st.integers(0, 255))
@@ -102,14 +103,14 @@ def test_a_damaged_message_is_an_envelope_error_and_nothing_else(message: Any, d
 
 @given(messages, st.data())
 def test_a_damaged_payload_is_never_taken_for_another(message: Any, data: st.DataObject) -> None:
-    packed = bytearray(encode_compressed(message))
+    packed = bytearray(encode_compressed(message, SCHEMA))
     at = data.draw(st.integers(0, len(packed) * 8 - 1))
     packed[at // 8] ^= 1 << at % 8
     try:
         back = decode_compressed(type(message), bytes(packed))
     except EnvelopeError:
         return
-    assert made.same(to_map(back), to_map(message))
+    assert made.same(to_map(back, SCHEMA), to_map(message, SCHEMA))
 
 
 @pytest.mark.parametrize("value", [None, 1, "text", [1], b"x"])
@@ -128,7 +129,7 @@ def test_the_raw_bytes_are_kept_for_the_dead_letters() -> None:
 
 def test_a_bool_is_no_number() -> None:
     with pytest.raises(EnvelopeError, match="Envelope.sample is True, a bool"):
-        from_map(Envelope, {**to_map(Envelope(id="i", group="g", handler="h")), "sample": True})
+        from_map(Envelope, {**to_map(Envelope(id="i", group="g", handler="h"), SCHEMA), "sample": True})
 
 
 def test_a_good_task_passes() -> None:
@@ -143,4 +144,4 @@ def test_a_checked_task_decodes(task: Task) -> None:
         check_task(task)
     except TaskError:
         return
-    assert made.same(to_map(decode_compressed(Task, encode_compressed(task))), to_map(task))
+    assert made.same(to_map(decode_compressed(Task, encode_compressed(task, SCHEMA)), SCHEMA), to_map(task, SCHEMA))

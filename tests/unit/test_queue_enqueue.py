@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from pipeline.errors import ConfigError, QueueFull
+from pipeline.errors import QueueFull
 from pipeline.queue import Queue
 from tests import line
 
@@ -170,10 +170,3 @@ async def test_large_payload_stays_where_it_is(queue: Queue) -> None:
 
     assert (after.payload, after.payload_token) == (b"", claim.token)
     assert await queue.read_payload(after.id, after.payload_token) == b"x" * 5000
-
-
-async def test_a_line_of_another_schema_is_refused(queue: Queue) -> None:
-    assert await queue.check_schema() == 1
-    await queue.execute("SET", queue.key("schema"), 9)
-    with pytest.raises(ConfigError, match="schema 9, this version speaks 1: upgrade"):
-        await queue.check_schema()

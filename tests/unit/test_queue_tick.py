@@ -10,6 +10,7 @@ import time
 import pytest
 
 from pipeline.inspect import attempts_of, workers
+from pipeline.leases import read_tick
 from pipeline.queue import Queue
 from tests import line
 
@@ -257,3 +258,22 @@ async def test_what_is_done_has_no_deadline(queue: Queue) -> None:
     await line.through(queue)
     assert await queue.execute("EXISTS", queue.key("due")) == 0
     assert await line.field(queue, id, "outcome") == "scored"
+
+
+async def test_of_many_workers_ticks_a_few_look_at_everything(queue: Queue) -> None:
+    (id,) = await line.put(queue)
+    await line.one(queue)
+    await queue.tick()
+    await line.silence(queue, "init", id)
+
+    async def tick(worker: str) -> int:
+        return read_tick(await queue.verb("tick", *queue.tick_arguments(worker))).expired
+
+    await last_tick(queue, -0.05)  # the clock went back: a tick that lies ahead holds nobody up
+    assert await tick("w") == 1
+    await line.one(queue)
+    await line.silence(queue, "init", id)
+    await last_tick(queue, 0.0)
+    assert await tick("w") == 0
+    await last_tick(queue, 0.2)
+    assert await tick("w") == 1

@@ -10,7 +10,7 @@ import pytest
 
 from pipeline import reading, wire
 from pipeline.builder import TrajectoryBuilder
-from pipeline.envelope import Payload, encode_compressed
+from pipeline.envelope import SCHEMA, Payload, encode_compressed
 from pipeline.leases import Popped
 from pipeline.queue import Queue
 from pipeline.results import Rollout, read
@@ -26,7 +26,7 @@ def spoken(seed: int, count: int) -> bytes:
     builder = TrajectoryBuilder()
     builder.prompt([seed])
     builder.action(chance.integers(0, 150_000, count).tolist(), (-chance.random(count)).tolist(), [(1, 0, count)])
-    return encode_compressed(Payload(trajectory=builder.build()))
+    return encode_compressed(Payload(trajectory=builder.build()), SCHEMA)
 
 
 async def popped(queue: Queue, count: int, tokens: int) -> list[Popped]:

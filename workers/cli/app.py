@@ -4,7 +4,24 @@ from __future__ import annotations
 
 import click
 
-from workers.cli import begin, change, gym, image, look, policy, pop, put, redis, run, sandbox, serve, task, work
+from workers.cli import (
+    begin,
+    change,
+    gym,
+    image,
+    look,
+    policy,
+    pop,
+    put,
+    redis,
+    run,
+    sandbox,
+    schema,
+    serve,
+    slurm,
+    task,
+    work,
+)
 from workers.cli.base import Group, setting_options
 
 ABOUT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
@@ -24,6 +41,6 @@ for command in (
     work.work, redis.redis, policy.policy, serve.serve, gym.gym, image.image, sandbox.sandbox,
     task.task, put.enqueue, pop.pop,
     look.watch, look.depth, look.ls, look.show, look.logs, look.workers, look.dead, look.audit,
-    change.cancel, change.requeue, run.run,
+    change.cancel, change.requeue, run.run, schema.schema, slurm.slurm,
 ):  # fmt: skip
     rollout.add_command(command)

@@ -17,9 +17,10 @@ from typing import Any, TypeVar
 import click
 from redis.exceptions import RedisError
 
-from pipeline import log, server
+from pipeline import address_file, log, server
+from pipeline.arrival import arrived_sync
 from pipeline.config import Config, load
-from pipeline.connection import check, connect, explain
+from pipeline.connection import check, connect, connect_sync, explain
 from pipeline.errors import LineError, RedisUnavailable
 from pipeline.queue import Queue
 from workers.interrupt import Interrupted
@@ -152,11 +153,19 @@ def settings(ctx: click.Context) -> Settings:
     return ctx.ensure_object(Settings)
 
 
-def located(config: Config) -> Config:
-    """The configuration with a Redis in it: the URL that is set, else the private server that runs.
+def located(config: Config, *, wait: bool = False) -> Config:
+    """The configuration with a Redis in it: the URL that is set, else the address published by one that may move, else
+    the private server that runs.
 
+    `wait`: for processes that stay; one that may move and is not there yet is waited for, limits.outage at most.
     Raises RedisUnavailable: a command that looks at the line never starts a Redis of its own.
     """
+    path = address_file.file_of(config)
+    if path is not None and wait:
+        with connect_sync(config) as client:
+            arrived_sync(client, config)
+    elif path is not None:
+        address_file.read(path)
     config = server.located(config)
     if not config.redis.url:
         raise RedisUnavailable(
@@ -173,7 +182,9 @@ async def line(config: Config) -> AsyncIterator[Queue]:
     client = connect(config)
     try:
         await check(client, config.redis.url)
-        yield Queue(client, config)
+        queue = Queue(client, config)
+        await queue.look_at_schema()  # what is written carries the line's number; TooOld where that is too high
+        yield queue
     finally:
         await client.aclose()
 

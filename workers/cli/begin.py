@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
+import sys
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -17,6 +21,9 @@ from pipeline.errors import ConfigError, TaskError
 from workers import jsonl
 from workers.cli.base import Command, json_option, say, settings
 from workers.interrupt import Interrupted
+
+if TYPE_CHECKING:
+    from workers.doctor import Finding
 
 BESIDE = "tasks.jsonl"
 """A handler's own tasks, where its folder has such a file."""
@@ -202,18 +209,54 @@ def init(ctx: click.Context, folder: Path, force: bool, as_json: bool) -> None:
 
 
 @click.command(cls=Command)
+@click.option(
+    "--cluster", is_flag=True, help="The ways between the nodes of a Slurm job, from inside it: who reaches whom."
+)
 @json_option
 @click.pass_context
-def doctor(ctx: click.Context, as_json: bool) -> None:
-    """Look at all that the line needs here, and say how to mend what is missing. Exit 1 when something fails."""
-    from workers import view
+def doctor(ctx: click.Context, cluster: bool, as_json: bool) -> None:
+    """Look at all that the line needs here, and say how to mend what is missing. Exit 1 when something fails.
+
+    With --cluster, from inside a job on several nodes: srun -N4 --ntasks-per-node=1 rollout doctor --cluster
+    """
     from workers.doctor import examine
 
     settings(ctx).logs("error")
-    found = asyncio.run(examine(settings(ctx).config()))
-    if as_json:
-        click.echo(json.dumps([{name: getattr(item, name) for name in item.__slots__} for item in found]))
+    if cluster:
+        found = _cluster(ctx, as_json)
     else:
-        rows = [[item.grade, item.name, item.text + (f"\n-> {item.mend}" if item.mend else "")] for item in found]
-        view.show_table(("", "what", "found"), rows)
+        found = asyncio.run(examine(settings(ctx).config()))
+        if as_json:
+            click.echo(json.dumps([asdict(item) for item in found]))
+        else:
+            _show_findings(found)
     ctx.exit(1 if any(item.grade == "fail" for item in found) else 0)
+
+
+def _cluster(ctx: click.Context, as_json: bool) -> list[Finding]:
+    """What the node that reports has to say; nothing on the others. Ends the command where srun does it all."""
+    from workers import doctor_cluster, doctor_matrix, view
+
+    here = doctor_cluster.step(os.environ, doctor_cluster.hostnames)
+    if here is None:
+        ctx.exit(doctor_cluster.by_srun(os.environ, sys.argv[1:]))
+    seen = asyncio.run(doctor_cluster.examine(settings(ctx).config(), here))
+    if seen is None:
+        return []
+    found = doctor_matrix.findings(seen)
+    if as_json:
+        nodes = {seen.name(rank): {**about, "nonce": ""} for rank, about in seen.hellos.items()}
+        say({"nodes": nodes, "reach": doctor_matrix.reach(seen), "findings": [asdict(item) for item in found]})
+        return found
+    if len(seen.names) <= doctor_matrix.WIDEST:
+        view.show_table(*doctor_matrix.table(seen))
+        click.echo()
+    _show_findings(found)
+    return found
+
+
+def _show_findings(found: list[Finding]) -> None:
+    from workers import view
+
+    rows = [[item.grade, item.name, item.text + (f"\n-> {item.mend}" if item.mend else "")] for item in found]
+    view.show_table(("", "what", "found"), rows)

@@ -40,7 +40,7 @@ def gym(ctx: click.Context, /, dataset: str | None, as_json: bool, **named: Any)
     from workers.gym_server import Options
 
     settings(ctx).logs("info")
-    config = located(settings(ctx).config())
+    config = located(settings(ctx).config(), wait=True)
     check_lane(config, named["lane"])
     options = Options(dataset=mapping_of(config, dataset) if dataset else None, **named)
     ctx.exit(INTERRUPTED if asyncio.run(_serve(config, options, as_json)) == signal.SIGINT else 0)

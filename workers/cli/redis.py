@@ -10,9 +10,11 @@ from typing import Any
 import click
 
 from pipeline import server
+from pipeline.address_file import file_of
 from pipeline.config import Config
 from pipeline.connection import check_sync, connect_sync
 from pipeline.errors import LineError, RedisUnavailable
+from workers.cli import published
 from workers.cli.base import Group, json_option, say, settings
 
 LOOK_EVERY = 0.5
@@ -40,18 +42,34 @@ data_option = click.option(
 @redis.command()
 @click.option("--foreground", is_flag=True, help="Stay, and end it on SIGTERM or Ctrl-C.")
 @click.option(
+    "--publish",
+    is_flag=True,
+    help="With --foreground: publish its address in the line's folder (slurm.folder, redis.address_file), so that it "
+    "may move to another machine; waits while another one keeps it.",
+)
+@click.option(
     "--bind", metavar="ADDRESS", help="Listen on this address too (with a password); default: a Unix socket alone."
 )
 @click.option("--port", default=0, type=click.IntRange(0, 65535), help="With --bind; 0 takes a free one.")
 @data_option
 @json_option
 @click.pass_context
-def start(ctx: click.Context, foreground: bool, bind: str | None, port: int, data: Path | None, as_json: bool) -> None:
-    """Start a private server; its address and password lie in its folder (url, password)."""
-    if port and bind is None:
-        raise click.UsageError("--port belongs to --bind")
+def start(
+    ctx: click.Context, foreground: bool, publish: bool, bind: str | None, port: int, data: Path | None, as_json: bool
+) -> None:
+    """Start a private server; its address and password lie in its folder (url, password).
+
+    With --publish, --bind names an interface (ib0), a network (10.1.0.0/16) or an address (default: network.interface).
+    """
+    if publish and not foreground:
+        raise click.UsageError("--publish belongs to --foreground: the server ends with this process")
+    if port and bind is None and not publish:
+        raise click.UsageError("--port belongs to --bind or --publish")
     settings(ctx).logs()
     config = settings(ctx).config()
+    if publish:
+        published.keep(config, data, bind or "", port, as_json)
+        return
     stop = threading.Event()
     if foreground:
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -89,9 +107,13 @@ def _say_started(state: Any, as_json: bool) -> None:
 @json_option
 @click.pass_context
 def stop(ctx: click.Context, data: Path | None, as_json: bool) -> None:
-    """End the private server; its data stays."""
+    """End the private server, or the published one where it runs on this machine; its data stays."""
     settings(ctx).logs()
-    ended = server.stop(_folder(settings(ctx).config(), data))
+    config = settings(ctx).config()
+    if data is None and file_of(config) is not None:
+        published.stop(config, as_json)
+        return
+    ended = server.stop(_folder(config, data))
     if ended is None:
         raise LineError("no private server runs" + (f" on {data}" if data else ""))
     if as_json:
@@ -105,13 +127,17 @@ def stop(ctx: click.Context, data: Path | None, as_json: bool) -> None:
 @json_option
 @click.pass_context
 def status(ctx: click.Context, data: Path | None, as_json: bool) -> None:
-    """Say whether the private server runs, and how full it is. Exit 1 when it does not."""
+    """Say whether the private server, or the published one, runs, and how full it is. Exit 1 when it does not."""
     settings(ctx).logs()
     config = settings(ctx).config()
+    if data is None and file_of(config) is not None:
+        published.status(config, as_json)
+        return
     state = server.status(_folder(config, data))
     if state is None:
         raise LineError("no private server runs: `rollout redis start` starts one")
-    with connect_sync(config.changed({"redis.url": state.url, "redis.password_file": state.password_file})) as client:
+    known = {"redis.url": state.url, "redis.password_file": state.password_file, "redis.address_file": ""}
+    with connect_sync(config.changed(known)) as client:
         facts = check_sync(client, state.url)
     if as_json:
         say({
@@ -119,11 +145,7 @@ def status(ctx: click.Context, data: Path | None, as_json: bool) -> None:
             "aof": facts.aof, "used_memory": facts.used_memory, "maxmemory": facts.maxmemory,
         })  # fmt: skip
         return
-    share = (
-        f"{100 * facts.used_memory / facts.maxmemory:.1f} % of {facts.maxmemory / 2**30:.1f} GiB"
-        if facts.maxmemory
-        else "no maxmemory"
-    )
+    memory = published.memory_said(facts)
     click.echo(
-        f"{facts.kind} {facts.version} at {state.url} (pid {state.pid}, data in {state.folder}), memory: {share}"
+        f"{facts.kind} {facts.version} at {state.url} (pid {state.pid}, data in {state.folder}), memory: {memory}"
     )

@@ -37,7 +37,7 @@ def serve(ctx: click.Context, /, arguments: tuple[str, ...], program: str | None
     from workers.serving import Options, Serving
 
     settings(ctx).logs("info")
-    config = located(settings(ctx).config())
+    config = located(settings(ctx).config(), wait=True)
     config.policy_of(named["policy"])  # a name that is none is said before anything is started
     options = Options(program=program or config.policy.vllm, arguments=arguments, **named)
 

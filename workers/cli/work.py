@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import sys
@@ -19,6 +20,8 @@ from workers.cli.base import INTERRUPTED, Command, located, settings
 
 if TYPE_CHECKING:
     from workers.loop import Worker
+
+log = logging.getLogger(__name__)
 
 
 @click.command(cls=Command)
@@ -51,13 +54,13 @@ def work(
     SIGTERM or Ctrl-C: nothing more is claimed; what is in work ends, or is given back after limits.grace.
     """
     settings(ctx).logs("info")
-    config = located(settings(ctx).config())
     if stage == "maint":
         if slots or handlers or metrics is not None:
             raise click.UsageError("`work maint` takes none of --slots, --handler and --metrics")
         if tied:
             threading.Thread(target=_until_stdin_closes, daemon=True).start()
-        ctx.exit(maint.serve(config, burst))
+        ctx.exit(maint.keep_and_serve(settings(ctx).config(), burst))
+    config = located(settings(ctx).config(), wait=True)
     if handlers:
         config = config.changed({"handlers.load": [*config.handlers.load, *handlers]})
     if metrics is not None:
@@ -81,8 +84,23 @@ async def _serve(config: Config, stage: Stage, slots: int | None, burst: bool, t
     interrupted = _on_interrupt(worker)
     if tied:
         threading.Thread(target=_until_stdin_closes, daemon=True).start()
-    await worker.run()
+    try:
+        await worker.run()
+    finally:
+        _end_leftovers()
     return INTERRUPTED if interrupted else 0
+
+
+def _end_leftovers() -> None:
+    """Kill what handlers have started in this process and left: its parent would be the machine's first process, where
+    Slurm without cgroups does not look for it."""
+    from workers.sandbox import processes
+
+    left = processes.descendants(os.getpid())
+    for item in left:
+        processes.kill(item)
+    if left:
+        log.warning("killed %d processes that handlers had started and not ended", len(left))
 
 
 def _on_interrupt(worker: Worker) -> list[int]:
@@ -93,7 +111,7 @@ def _on_interrupt(worker: Worker) -> list[int]:
         if seen:
             os._exit(INTERRUPTED)
         seen.append(signal.SIGINT)
-        worker.stop()
+        worker.ending.on_signal(signal.SIGINT)
 
     asyncio.get_running_loop().add_signal_handler(signal.SIGINT, interrupt)
     return seen

@@ -10,6 +10,7 @@ import asyncio
 import errno
 import io
 import logging
+import math
 import os
 import socket
 import time
@@ -38,7 +39,7 @@ _KEEPALIVE = ((socket.TCP_KEEPIDLE, 15), (socket.TCP_KEEPINTVL, 5), (socket.TCP_
 """Seconds, seconds, count. A command may be silent for long; a way that has silently gone must still be noticed."""
 
 PATIENCE = 30.0
-"""Seconds for which a host that Redis can't speak for is tried again."""
+"""Seconds for which a host that lives, as Redis says, and does not answer is tried again."""
 
 Silent = Callable[[str], Awaitable[float | None]]
 """Seconds since a worker was last heard of; None when it is not listed any more."""
@@ -126,7 +127,7 @@ class Hosts:
             try:
                 return read_reply(await self._send(link, path, body, headers), verb)
             except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
-                await self._check(link, error, time.monotonic() - since)
+                since = await self._check(link, error, since)
 
     async def _send(self, link: Link, path: str, body: bytes, headers: dict[str, str]) -> bytes:
         """One request; while its reply is awaited, the host's life is looked at twice a lease."""
@@ -147,22 +148,36 @@ class Hosts:
                 raise SandboxError(f"sandbox host {link.host} refused: {answer[:300].decode('utf-8', 'replace')}")
             return answer
 
-    async def _check(self, link: Link, error: Exception, tried: float) -> None:
-        """Wait before the next try. Raises SandboxGone for a host that is dead, SandboxError for one out of reach."""
+    async def _check(self, link: Link, error: Exception, since: float) -> float:
+        """Wait before the next try; `since` is when the tries began, and comes back as what it is from now on.
+
+        While Redis is away nobody can tell whether the host lives: that time does not count. Raises SandboxGone for a
+        host that is dead, SandboxError for one that lives and is out of reach.
+        """
         refused = isinstance(error, OSError) and error.errno in _NOBODY_LISTENS
         if isinstance(error, aiohttp.ServerFingerprintMismatch):
             raise SandboxGone(f"another process answers at {link.url}: sandbox host {link.host} is gone") from error
-        if (refused and link.near) or await self._is_dead(link):
+        silent = await self._heard(link)
+        if (refused and link.near) or silent > self._lease:
             raise SandboxGone(f"sandbox host {link.host} is gone: {error}") from error
+        now = time.monotonic()
+        if self._silent is not None and silent == 0.0:
+            since = now
+        tried = now - since
         if tried > PATIENCE + self._lease:
             raise SandboxError(f"sandbox host {link.host} can't be reached for {tried:.0f} s: {error}") from error
         await asyncio.sleep(min(0.05 + tried / 4, 1.0))
+        return since
 
     async def _is_dead(self, link: Link) -> bool:
+        return await self._heard(link) > self._lease
+
+    async def _heard(self, link: Link) -> float:
+        """Seconds since the host's last sign of life: infinite for one that is not listed, 0 where nobody can tell."""
         if self._silent is None:
-            return False
+            return 0.0
         silent = await self._silent(link.host)
-        return silent is None or silent > self._lease
+        return math.inf if silent is None else silent
 
 
 def _kept_alive(info: Any) -> socket.socket:

@@ -17,11 +17,13 @@ import stat
 import tempfile
 from pathlib import Path
 
+from pipeline.address_file import file_of
 from pipeline.config import Config
 from pipeline.connection import redacted
 from pipeline.errors import ConfigError, LineError, SandboxError
 from pipeline.queue import Queue
 from workers.address import reachable_address
+from workers.canary import Canary
 from workers.sandbox.boxes import layout, orphans
 from workers.sandbox.client import this_machine
 from workers.sandbox.server import Server
@@ -40,7 +42,8 @@ def sandbox_root(config: Config) -> Path:
     """The folder of this line's sandboxes: two lines of one user never sweep each other's."""
     root = config.path_of(config.sandbox.root) if config.sandbox.root else None
     root = root or Path(tempfile.gettempdir()) / f"rollout-sandboxes-{os.getuid()}"
-    line = hashlib.sha256(f"{redacted(config.redis.url)} {config.line.name}".encode()).hexdigest()[:8]
+    where = file_of(config) or redacted(config.redis.url)  # a Redis that moves stays the same line's
+    line = hashlib.sha256(f"{where} {config.line.name}".encode()).hexdigest()[:8]
     return root / f"{config.line.name}-{line}"
 
 
@@ -88,8 +91,11 @@ class Host:
         self._closing = False
 
     @classmethod
-    async def open(cls, config: Config, name: str, queue: Queue | None = None) -> Host:
-        """Claim a root folder; with a queue, serve as the host called `name`. Raises ConfigError, SandboxError."""
+    async def open(cls, config: Config, name: str, queue: Queue | None = None, canary: Canary | None = None) -> Host:
+        """Claim a root folder; with a queue, serve as the host called `name`. Raises ConfigError, SandboxError.
+
+        `canary`: asked after each action before what came of it is told.
+        """
         parent = sandbox_root(config)
         short, root = _short_way(parent, secrets.token_hex(4))
         host: Host | None = None
@@ -98,7 +104,7 @@ class Host:
             owner = await asyncio.to_thread(orphans.claim_root, root)
             for folder in [parent] if config.sandbox.root else [parent.parent, parent]:
                 _keep_others_out(folder)
-            host = cls(config, make_stock(config, root), root, owner, queue)
+            host = cls(config, make_stock(config, root, canary), root, owner, queue)
             host._short = short
             if queue is not None:
                 host._server = Server(host.stock, queue, root / "host.sock", reachable_address(config))

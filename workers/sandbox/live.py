@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pipeline.errors import SandboxError, SandboxGone
+from workers.canary import Canary
 from workers.sandbox import replies
 from workers.sandbox.box import Box
 from workers.sandbox.journal import Journal
@@ -25,9 +26,12 @@ STOP_SECONDS = 5.0
 class Live:
     """A box with its tools. `id`, `token`: the rollout, and the INIT attempt that made it; `text`: its reference."""
 
-    def __init__(self, box: Box, session: Session, *, id: str, token: str, lane: str) -> None:
+    def __init__(
+        self, box: Box, session: Session, *, id: str, token: str, lane: str, canary: Canary | None = None
+    ) -> None:
         self.box, self.session = box, session
         self.id, self.token, self.lane = id, token, lane
+        self._canary = canary
         self.reference: dict[str, Any] = {}
         self.text = ""
         self._opener = ("", "")
@@ -58,7 +62,12 @@ class Live:
                 self._key = ""  # whatever comes of it, the attempt before is fenced from here on
                 try:
                     await self._become(stage, resume)
-                except OSError as error:
+                except (OSError, SandboxError) as error:
+                    await self._settled()
+                    if self.over:
+                        raise SandboxGone(self._gone()) from error
+                    if isinstance(error, SandboxError):
+                        raise
                     raise SandboxError(self._unwritable(error)) from error
                 self._opener, self._key = (stage, token), secrets.token_hex(32)
             try:
@@ -125,11 +134,17 @@ class Live:
             result = replies.pack_error(SandboxGone(f"sandbox {self.box.name} was taken away while it worked"))
         except Exception as error:
             result = replies.pack_error(error)
+        await self._settled()
         if self.over:  # what it saw is how the sandbox ended
             result = replies.pack_error(SandboxGone(self._gone()))
         journal.result(number, result)
         running.pop(number, None)
         return result
+
+    async def _settled(self) -> None:
+        """Where a signal to the whole job ended what ran here, `over` says so after this."""
+        if self._canary is not None:
+            await self._canary.settled()
 
     async def _stop_actions(self) -> None:
         running, self._running = list(self._running.values()), {}

@@ -21,8 +21,9 @@ async def run(
     TimeoutError with a sentence when it takes longer than `seconds`.
     """
     process = await asyncio.create_subprocess_exec(
-        *argv, env=env, cwd="/", stdin=DEVNULL, stdout=PIPE, stderr=STDOUT if errors else DEVNULL, pass_fds=keep
-    )
+        *argv, env=env, cwd="/", stdin=DEVNULL, stdout=PIPE, stderr=STDOUT if errors else DEVNULL, pass_fds=keep,
+        process_group=0,  # not for Ctrl-C in the worker's terminal
+    )  # fmt: skip
     try:
         async with asyncio.timeout(seconds):
             said, _ = await process.communicate()

@@ -15,7 +15,7 @@ from typing import Any
 from aiohttp import web
 
 from pipeline import wire
-from pipeline.errors import ConfigError, EnvelopeError, LineError, SandboxGone
+from pipeline.errors import ConfigError, EnvelopeError, LineError, RedisUnavailable, SandboxGone
 from pipeline.queue import Queue
 from workers.sandbox import replies
 from workers.sandbox.live import Live
@@ -132,7 +132,10 @@ class Server:
         live = self._stock.get(name)
         if live is None:
             raise SandboxGone(f"sandbox {name} does not exist any more on this host")
-        values = await self._queue.execute("HMGET", self._queue.key("r", id), "token", "stage", "sandbox")
+        try:
+            values = await self._queue.execute("HMGET", self._queue.key("r", id), "token", "stage", "sandbox")
+        except RedisUnavailable as error:  # this host ends, with its sandboxes: no attempt of the rollout's has failed
+            raise SandboxGone(f"the host of sandbox {name} ends and can't ask whose it is: {error}") from None
         current, at, sandbox = (item.decode("utf-8", "replace") if item else "" for item in values)
         if live.id != id or not token or token != current or at != stage:
             raise Fenced(f"sandbox {name} is not for this attempt of {id} any more")

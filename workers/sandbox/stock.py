@@ -17,6 +17,7 @@ from typing import Any
 from pipeline.config import Config
 from pipeline.errors import SandboxError
 from pipeline.leases import Places
+from workers.canary import Canary
 from workers.sandbox.box import Driver, Spec
 from workers.sandbox.live import Live
 from workers.sandbox.tools.session import Session
@@ -38,14 +39,18 @@ def reference_text(reference: dict[str, Any] | None) -> str:
 
 
 class Stock:
-    """Sandboxes under one root folder, this process's alone. `address`: what a reference says beside the name."""
+    """Sandboxes under one root folder, this process's alone. `address`: what a reference says beside the name.
 
-    def __init__(self, config: Config, driver: Driver, address: dict[str, Any] | None = None) -> None:
+    `canary`: asked after each action of another process before what came of it is told; None where nobody else acts.
+    """
+
+    def __init__(self, config: Config, driver: Driver, canary: Canary | None = None) -> None:
         self.config = config
         self.driver = driver
-        self.address = address or {}
+        self.address: dict[str, Any] = {}
         self.max_live = places_of(config)
         self.live: dict[str, Live] = {}
+        self._canary = canary
         self._promised: dict[str, str] = {}
         self._ending: dict[str, asyncio.Task[None]] = {}
         self._removing: dict[str, asyncio.Task[None]] = {}
@@ -106,7 +111,7 @@ class Stock:
             box = await self.driver.create(spec, name)
         except OSError as error:
             raise SandboxError(f"sandbox {name} could not be made: {error}; is the disk full?") from error
-        live = Live(box, Session(box, self.config.sandbox), id=id, token=token, lane=lane)
+        live = Live(box, Session(box, self.config.sandbox), id=id, token=token, lane=lane, canary=self._canary)
         live.reference = {"driver": self.driver.name, "name": name, **self.address}
         live.text = reference_text(live.reference)
         try:
@@ -121,6 +126,11 @@ class Stock:
 
     def get(self, name: str) -> Live | None:
         return self.live.get(name)
+
+    def give_up(self) -> None:
+        """What runs in the sandboxes was signalled from outside: from now on each is gone for whoever uses it."""
+        for live in self.live.values():
+            live.over = True
 
     async def discard(self, name: str) -> None:
         """End a sandbox; its folder is removed behind the caller's back, its place is free. Safe twice."""
@@ -172,8 +182,8 @@ class Stock:
         await asyncio.gather(*(self._removed(name) for name in [*self.live, *self._ending, *self._removing]))
 
 
-def make_stock(config: Config, root: Path, address: dict[str, Any] | None = None) -> Stock:
+def make_stock(config: Config, root: Path, canary: Canary | None = None) -> Stock:
     """A stock with the configured driver. Raises ConfigError, SandboxError for a root that can't be used."""
     from workers.sandbox.boxes import make_driver
 
-    return Stock(config, make_driver(config, root), address)
+    return Stock(config, make_driver(config, root), canary)

@@ -71,8 +71,9 @@ class Keeper:
         with _emptied(said) as errors, theirs:
             try:
                 launcher = subprocess.Popen(
-                    argv, stdin=theirs.fileno(), stdout=theirs.fileno(), stderr=errors, env=env, cwd="/"
-                )
+                    argv, stdin=theirs.fileno(), stdout=theirs.fileno(), stderr=errors, env=env, cwd="/",
+                    process_group=0,  # Ctrl-C in the worker's terminal is not for what rollouts are in
+                )  # fmt: skip
             except OSError as error:
                 ours.close()
                 raise SandboxError(f"{argv[0]} can't be started: {error}") from error

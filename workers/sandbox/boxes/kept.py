@@ -30,6 +30,7 @@ from workers.sandbox.boxes.limits import (
     prefix,
 )
 from workers.sandbox.boxes.watchdog import Watchdog
+from workers.sandbox.descent import near
 from workers.sandbox.processes import Process
 
 if TYPE_CHECKING:
@@ -209,7 +210,7 @@ class KeptBox(ABC):
         await asyncio.to_thread(self._remove)
 
     def _remove(self) -> None:
-        processes.kill_all(str(self.folder))
+        processes.kill_all(str(self.folder), among=near)  # all inside have ended with the keeper; this is about helpers
         if self.group is not None:  # before the folder: what says to a sweep which cgroups are this box's lies in it
             try:
                 self.group.remove()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -17,11 +18,15 @@ from workers.sandbox.boxes import disk
 from workers.sandbox.boxes.limits import megabytes
 from workers.sandbox.boxes.subtrees import Usage, largest, without_main
 from workers.sandbox.boxes.watched import Watched
+from workers.sandbox.descent import below
 from workers.sandbox.processes import Process
 
 log = logging.getLogger(__name__)
 
 PERIOD = 0.5
+WHOLE = 10
+"""At each so many looks all processes of the machine are looked at; else those of this process and of its boxes, since
+machines are large and shared, and a box's processes descend from these."""
 PATIENCE = 3
 """Looks in a row that find a box over its limit before all of it but its oldest process is killed; twice: all."""
 
@@ -50,6 +55,7 @@ class Watchdog:
         self._boxes: dict[int, tuple[Watched, _State]] = {}
         self._task: asyncio.Task[None] | None = None
         self._disks: dict[int, asyncio.Task[None]] = {}
+        self._looks = 0
 
     def watch(self, box: Watched) -> None:
         """Hold this box to its limits from now on. Called inside the event loop."""
@@ -83,7 +89,9 @@ class Watchdog:
 
     def _look(self, boxes: list[tuple[Watched, _State]]) -> list[tuple[Watched, str]]:
         """One look at all boxes, in a thread; (box, note) of each that did something wrong."""
-        table = processes.living()
+        pids = [box.pid for box, _ in boxes if box.pid is not None]
+        self._looks += 1
+        table = below(os.getpid(), *pids) if self._looks % WHOLE else processes.living()
         spaces = processes.namespaces(table)
         found = []
         for box, state in boxes:

@@ -80,6 +80,7 @@ class Running:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,
+            process_group=0,  # not for Ctrl-C in the worker's terminal
         )
         self.ended = asyncio.ensure_future(self._process.wait())
         self._said = asyncio.ensure_future(_listen(self._process))

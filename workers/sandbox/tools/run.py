@@ -39,6 +39,7 @@ async def run(inside: Inside, script: str, *arguments: str, feed: bytes = b"", m
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         limit=_CHUNK,
+        process_group=0,  # not for Ctrl-C in the worker's terminal
     )
     try:
         async with asyncio.timeout(seconds):

@@ -1,0 +1,165 @@
+"""How the line's jobs stand: what is wanted, what Slurm has, what has come to the line, and why the rest has not."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pipeline import inspect
+from pipeline.config_slurm import KINDS
+from pipeline.queue import Queue
+from workers import view_policy
+from workers.slurm import tails
+from workers.slurm.plan import counts, ending
+from workers.slurm.rows import Row, words
+from workers.slurm.state import State
+from workers.slurm.text import STAGES
+from workers.view import seconds
+
+FAILED = frozenset({"FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE", "LAUNCH_FAILED"})
+COLUMNS = ("kind", "wanted", "run", "wait", "near their end", "told to end", "live workers", "busy", "why")
+SHOWN = 5
+"""Failed jobs that are shown, the latest first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Live:
+    """What the line itself knows. `workers`, `busy`, `slots`, `rollouts` by stage; `trouble`: why nothing is known."""
+
+    workers: Mapping[str, int] = field(default_factory=dict)
+    busy: Mapping[str, int] = field(default_factory=dict)
+    slots: Mapping[str, int] = field(default_factory=dict)
+    servers: int = 0
+    rollouts: Mapping[str, int] = field(default_factory=dict)
+    trouble: str = ""
+
+
+async def live(queue: Queue) -> Live:
+    """A look at the line. Raises RedisUnavailable."""
+    workers: Counter[str] = Counter()
+    busy: Counter[str] = Counter()
+    slots: Counter[str] = Counter()
+    for item in await inspect.workers(queue):
+        if not item.get("stopping"):
+            workers[item["stage"]] += 1
+            slots[item["stage"]] += int(item["slots"])
+        busy[item["stage"]] += int(item["running"])
+    policy = await view_policy.look(queue)
+    servers = len(policy["backends"]) + sum(len(found) for found in policy["others"].values())
+    depth = await inspect.depth(queue)
+    inside = {stage: sum(item["ready"].values()) + item["leased"] + item["delayed"] for stage, item in depth.items()}
+    return Live(workers=workers, busy=busy, slots=slots, servers=servers, rollouts=inside)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """One kind's numbers of tasks, and sentences that say what is the matter."""
+
+    kind: str
+    wanted: int
+    running: int
+    waiting: int
+    ending: int
+    draining: int
+    why: list[str]
+
+
+def of_kind(state: State, rows: Sequence[Row], kind: str, now: float) -> Kind:
+    """`rows`: all of the line's."""
+    own = [row for row in rows if row.kind == kind and not row.over]
+    going = [row for row in own if row.id in state.draining]
+    stay = [row for row in own if row.id not in state.draining]
+    waiting = [row for row in stay if row.waits or row.held]
+    return Kind(
+        kind=kind, wanted=state.wanted(kind), running=sum(row.runs for row in stay), waiting=len(waiting),
+        ending=sum(ending(row, state) for row in stay), draining=len(going), why=_why(state, waiting, kind, now),
+    )  # fmt: skip
+
+
+def _why(state: State, waiting: Sequence[Row], kind: str, now: float) -> list[str]:
+    found = [
+        f"{count} {'waits' if count == 1 else 'wait'}: {reason}"
+        for reason, count in Counter(words(row) for row in waiting).items()
+    ]
+    strike = state.struck.get(kind)
+    if strike:
+        again = f"; tried again in {max(0.0, strike.until - now):.0f} s" if state.wanted(kind) else ""
+        found.append(f"{strike.why}{again}")
+    return found
+
+
+def missing(state: State, rows: Sequence[Row], now: float) -> dict[str, int]:
+    """Tasks that are neither there nor on their way, by kind. One near its end is still there."""
+    there = Counter(
+        row.kind for row in rows if counts(row, state, now) or (ending(row, state) and row.id not in state.draining)
+    )
+    return {kind: lack for kind in state.kinds if (lack := state.wanted(kind) - there[kind]) > 0}
+
+
+def failed(state: State, rows: Sequence[Row], logs: Path) -> list[dict[str, Any]]:
+    """Tasks that ended badly in the last minutes, as long as Slurm remembers them; with their last words."""
+    return [
+        {
+            "id": row.id, "kind": row.kind, "state": row.state, "seconds": row.used, "node": row.node,
+            "log": str(tails.path_of(row, logs)), "last": tails.last_words(tails.path_of(row, logs)),
+        }
+        for row in sorted(rows, key=lambda row: row.number, reverse=True)
+        if row.state in FAILED and row.id not in state.draining
+    ]  # fmt: skip
+
+
+def kept(rows: Sequence[Row], state: State) -> bool:
+    """Whether a maintenance task runs that replaces what ends."""
+    return any(row.kind == "maint" and row.runs for row in rows) or not any(map(state.wanted, state.kinds))
+
+
+def report(state: State, rows: Sequence[Row], found: Live, logs: Path) -> dict[str, Any]:
+    """All of it, for machines."""
+    now = time.time()
+    kinds = {}
+    for kind in KINDS:
+        item = of_kind(state, rows, kind, now)
+        numbers = {name: getattr(item, name) for name in ("wanted", "running", "waiting", "ending", "draining", "why")}
+        if kind in STAGES and not found.trouble:
+            numbers |= {name: getattr(found, name).get(kind, 0) for name in ("workers", "slots", "busy")}
+        elif kind == "vllm" and not found.trouble:
+            numbers["workers"] = found.servers
+        kinds[kind] = numbers
+    tasks = [{name: getattr(row, name) for name in row.__slots__} for row in rows if not row.over]
+    return {
+        "line": state.line, "folder": state.folder, "kinds": kinds, "kept": kept(rows, state), "redis": found.trouble,
+        "rollouts": dict(found.rollouts), "tasks": tasks, "failed": failed(state, rows, logs),
+    }  # fmt: skip
+
+
+def table(told: Mapping[str, Any]) -> list[tuple[Any, ...]]:
+    """The report's kinds as rows of COLUMNS; kinds of which there is nothing and none is wanted are left out."""
+    rows = []
+    for kind, item in told["kinds"].items():
+        numbers = [item[name] for name in ("wanted", "running", "waiting", "ending", "draining")]
+        if any(numbers):
+            busy = f"{item['busy']}/{item['slots']}" if "slots" in item else ""
+            rows.append((kind, *numbers, item.get("workers", ""), busy, "\n".join(item["why"])))
+    return rows
+
+
+def sentences(told: Mapping[str, Any]) -> list[str]:
+    """What the table does not hold."""
+    up = any(item["wanted"] for item in told["kinds"].values())
+    lines = [told["redis"]] if told["redis"] and up else []
+    if not told["kept"]:
+        lines.append(
+            "nothing replaces what ends: no maint task runs (slurm.maint.jobs; or `rollout slurm keep` on a login node)"
+        )
+    for item in told["failed"][:SHOWN]:
+        last = f": {item['last']}" if item["last"] else ", and wrote nothing"
+        where = f" on {item['node']}" if item["node"] else ""
+        lines.append(
+            f"{item['kind']} {item['id']} ended as {item['state']} after {seconds(item['seconds'])}{where}{last}"
+        )
+    more = len(told["failed"]) - SHOWN
+    return [*lines, f"and {more} more that failed"] if more > 0 else lines
