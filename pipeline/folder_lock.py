@@ -133,15 +133,19 @@ class FolderLock:
                 return False
             time.sleep(min(0.25, self.lease / 10))
 
-    def release(self) -> None:
-        """Give it back. What it guards must have ended, also where it was lost. Safe twice."""
+    def release(self, *, in_order: bool = True) -> None:
+        """Give it back. What it guards must have ended, also where it was lost. Safe twice.
+
+        `in_order` False: without a word, as if this process had died; the next one finds what it would find then.
+        """
         if self._handle is None:
             return
         self._ending.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(self.lease)
         try:
-            self._write(_RELEASED)
+            if in_order:
+                self._write(_RELEASED)
         except OSError as error:
             log.warning("the lock %s can't be released (%s): the next one waits %g s", self._path, error, self.lease)
         with contextlib.suppress(OSError):

@@ -65,6 +65,8 @@ class Publisher:
         self._starts: deque[float] = deque()
         self._said = float("-inf")
         self._server: Server | None = None
+        self._has_data = False
+        """Whether nobody else can write into the newest data folder: else it must still be copied, by us or the next."""
 
     def stop(self) -> None:
         """End the server in good order and return from `run`. For a signal's handler."""
@@ -85,10 +87,11 @@ class Publisher:
             except OSError as error:
                 self._say("the lock in %s can't be taken: %s; it is tried again", home, error)
                 continue
+            self._has_data = lock.before is None or lock.before.released
             try:
                 self._keep(home, lock)
             finally:
-                lock.release()
+                lock.release(in_order=self._has_data)
             if lock.why_lost and not self._stop.is_set():
                 self._starts.clear()  # it did not end by itself
                 log.error("the server is ended, since the lock was lost (%s); it is taken again", lock.why_lost)
@@ -112,7 +115,7 @@ class Publisher:
 
     def _keep(self, home: Path, lock: FolderLock) -> None:
         """Run one server after another, as long as the lock is held."""
-        clean = lock.before is None or lock.before.released
+        clean = self._has_data
         if not clean:
             log.warning("%s kept the Redis in %s and took no leave: its data are copied", lock.before, home)
         data: Path | None = None
@@ -122,6 +125,7 @@ class Publisher:
                 data = data or published_data.prepared(
                     home, lock.number, clean=clean, given_up=lambda: self._over(lock)
                 )
+                self._has_data = True
                 self._serve(home, lock, data)
             except (RedisUnavailable, OSError) as error:
                 if not self._over(lock):

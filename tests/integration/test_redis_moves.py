@@ -20,12 +20,13 @@ import pytest
 import redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from pipeline import address_file, moving, publisher, server
+from pipeline import address_file, moving, published_data, publisher, server
 from pipeline.address_file import Address
 from pipeline.client import RolloutClient
 from pipeline.config import Config
 from pipeline.connection import connect, connect_sync
 from pipeline.errors import LineError, RedisUnavailable
+from pipeline.folder_lock import look
 from pipeline.publisher import Plan, Publisher
 from pipeline.server import Server
 from tests.published import LEASE, Keepers, family, freeze, keepers, thaw
@@ -215,6 +216,29 @@ def _get(client: redis.Redis) -> object:
         return client.get("x")
     except redis.RedisError as error:
         return error
+
+
+def test_who_is_told_to_end_before_its_copy_is_whole_leaves_the_copying_to_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one before took no leave, and may still wake up and write: that holds until a copy is whole."""
+    home = tmp_path / "redis"
+    (home / "data-1").mkdir(parents=True, mode=0o700)
+    home.chmod(0o700)
+    (home / "lock.1").write_text('{"state": "held    ", "host": "n9"}')
+    plan = Plan(
+        home=home, file=tmp_path / "address.json", bind=("127.0.0.1", 0), lease=0.4, fraction=0.1, job=""
+    )  # fmt: skip
+    keeper = Publisher(plan)
+
+    def stopped(*_: object, **named: object) -> Path:
+        keeper.stop()
+        raise RedisUnavailable("it is not wanted any more")
+
+    monkeypatch.setattr(published_data, "prepared", stopped)
+    keeper.run()
+    left = look(home / "lock")
+    assert left is not None and left.number == 2 and not left.released
 
 
 def test_a_server_that_dies_is_started_again_with_its_data(kept: Keepers) -> None:

@@ -11,6 +11,7 @@ def test_an_array_runs_on_all_nodes_and_is_cancelled(cluster: Cluster) -> None:
     job = cluster.submit(SLEEPS, "--array=1-8", "--cpus-per-task=2")
     rows = cluster.until_running(job, 8)
     assert {row.node for row in rows} == set(cluster.nodes)
+    cluster.until(lambda: "on n" in cluster.log(f"{job}_1"), 20.0, "that its trap is set")
     assert {row.id for row in rows} == {f"{job}_{task}" for task in range(1, 9)}
     cluster.cancel(f"{job}_1")
     cluster.until_state(f"{job}_1", "CANCELLED")
@@ -25,7 +26,7 @@ def test_requeued_and_preempted_jobs_run_again(cluster: Cluster) -> None:
     cluster.preempt(second.node, 1)
     cluster.until(lambda: [row.restarts for row in cluster.rows(job)] == [1, 1], 60.0, "two restarts")
     cluster.until_running(job, 2)
-    assert cluster.log(first.id).count("on n") == 2
+    cluster.until(lambda: cluster.log(first.id).count("on n") == 2, 20.0, "the word of its second run")
 
 
 def test_a_node_that_fails_loses_its_jobs_to_another(cluster: Cluster) -> None:

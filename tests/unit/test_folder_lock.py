@@ -61,6 +61,16 @@ def test_it_has_one_holder_and_the_next_one_follows_at_once(path: Path) -> None:
     assert names(path) == ["lock.2"], "the number stays, so that it only grows"
 
 
+def test_who_goes_without_a_word_leaves_what_a_dead_holder_leaves(path: Path) -> None:
+    lock = FolderLock(path, ABOUT, 0.3)
+    assert lock.take(wait=0)
+    lock.release(in_order=False)
+    found = look(path)
+    assert not lock.held and found is not None and not found.released
+    with FolderLock(path, ABOUT, 0.3) as follower:
+        assert not follower.take(wait=0) and follower.take(wait=30.0)
+
+
 def test_a_living_holder_is_never_followed(path: Path) -> None:
     with FolderLock(path, ABOUT, LEASE) as one:
         assert one.take(wait=0)
