@@ -2,21 +2,22 @@
 
 One JSON object: url, password, epoch, job, started. It holds the password, so only its user can read it. It is replaced
 as a whole, so a reader sees the old address or the new one and nothing between. The epoch grows with every start of a
-server; the password is another one at each, so that whoever has read of one server can't speak to another.
+server; the password is another one at each, so that whoever has read of one server can't speak to another. A server
+that ends in good order leaves its epoch there, and no url: the line is down, which is not the same as a server that is
+away.
 """
 
 from __future__ import annotations
 
-import errno
 import json
-import os
-import secrets
-from dataclasses import asdict, dataclass, fields
+import time
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from pipeline.config import Config
 from pipeline.errors import RedisUnavailable
+from pipeline.whole_file import write_whole
 
 NAME = "address.json"
 """The file's name in `slurm.folder`."""
@@ -24,7 +25,10 @@ NAME = "address.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
-    """Where Redis is: `url` redis://HOST:PORT/DB; `job` of the scheduler or ""; `started` in Unix seconds."""
+    """Where Redis is: `url` redis://HOST:PORT/DB; `job` of the scheduler or ""; `started` in Unix seconds.
+
+    Of a server that has ended in good order: `url` and `password` are empty, and `started` is when it ended.
+    """
 
     url: str
     password: str
@@ -62,7 +66,28 @@ def file_of(config: Config) -> Path | None:
 
 
 def read(path: Path) -> Address:
-    """The present address. Raises RedisUnavailable: no file (yet), can't be read, not what a server publishes."""
+    """The present address. Raises RedisUnavailable: no file (yet), a line that is down, no address, can't be read."""
+    found = _stored(path)
+    if not found.url:
+        job = f" (job {found.job})" if found.job else ""
+        ended = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found.started))
+        raise RedisUnavailable(
+            f"the line is down: its Redis{job} ended in good order at {ended}, and no other one has followed yet "
+            f"({path}): `rollout slurm up` starts one, or `rollout redis start --foreground --publish`"
+        )
+    return found
+
+
+def last_epoch(path: Path) -> int:
+    """The epoch of the last server that was published, which may have ended; 0 where none is known."""
+    try:
+        return _stored(path).epoch
+    except RedisUnavailable:
+        return 0
+
+
+def _stored(path: Path) -> Address:
+    """What the file holds; the url is empty where the line is down. Raises RedisUnavailable as `read` does."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -90,6 +115,8 @@ def _parsed(told: object) -> Address:
     for name, kind in (("url", str), ("password", str), ("epoch", int), ("job", str), ("started", (int, float))):
         if not isinstance(getattr(address, name), kind):
             raise ValueError(f"{name} is missing or of a wrong type")
+    if not address.url:
+        return address
     parts = urlsplit(address.url)
     if parts.scheme != "redis" or not parts.hostname:
         raise ValueError("its url is none of the form redis://HOST:PORT/0")
@@ -99,28 +126,9 @@ def _parsed(told: object) -> Address:
 
 def publish(path: Path, address: Address) -> None:
     """Put the address in the place of the one before, readable by this user alone. Raises OSError."""
-    draft = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
-    handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        with open(handle, "w", encoding="utf-8") as file:
-            os.fchmod(handle, 0o600)  # whatever the umask is
-            file.write(json.dumps(asdict(address)) + "\n")
-            file.flush()
-            os.fsync(handle)
-        draft.replace(path)
-    except BaseException:
-        draft.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
+    write_whole(path, json.dumps(asdict(address)) + "\n")
 
 
-def sync_folder(folder: Path) -> None:
-    """Let what was renamed in a folder last. Not every file system knows this; the rename itself is done anyway."""
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(handle)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EIO, errno.ENOSYS):
-            raise
-    finally:
-        os.close(handle)
+def withdraw(path: Path, address: Address) -> None:
+    """Say that this server has ended in good order, now, and no other one has come yet. Raises OSError."""
+    publish(path, replace(address, url="", password="", started=time.time()))

@@ -92,7 +92,7 @@ class SlurmConfig(Closed):
     init: JobsConfig = JobsConfig(jobs=2)
     run: JobsConfig = JobsConfig(jobs=2, cpus=2)
     eval: JobsConfig = JobsConfig(jobs=2)
-    maint: JobsConfig = JobsConfig(jobs=1, cpus=1, memory_mb=2048)
+    maint: JobsConfig = JobsConfig(jobs=2, cpus=1, memory_mb=2048)
     vllm: VllmJobsConfig = VllmJobsConfig()
 
     def jobs(self, kind: str) -> JobsConfig | RedisJobConfig:

@@ -10,7 +10,8 @@
     │   ├── LimitExceeded           a stage's working time is over
     │   │   └── EvaluationTimeout       the tests did not end in time: once more, then as `limits.eval_timeout` says
     │   └── WorkerLost              the process that ran the attempt died, or was told to give it back
-    │       └── PayloadFilesAway        the folder of the payload files can't be used on this machine
+    │       └── PayloadFilesAway        a payload file can't be used on this machine
+    │           └── PayloadFolderAway   none of them can
     ├── Fatal                   trying again can't help: the rollout ends `failed` at once
     │   ├── TaskError               the task's own data is wrong
     │   ├── OutOfTime               the working time of the whole rollout is over
@@ -106,6 +107,10 @@ class WorkerLost(Retryable):
 
 class PayloadFilesAway(WorkerLost):
     """A payload lies in a file that this machine can't read or write now (payload.dir)."""
+
+
+class PayloadFolderAway(PayloadFilesAway):
+    """None of the line's payload files is within this machine's reach: that says nothing of any rollout."""
 
 
 class Fatal(LineError):

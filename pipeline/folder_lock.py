@@ -108,7 +108,7 @@ class FolderLock:
         """Take it, when nobody holds it or its holder is silent for a lease; whether it was taken.
 
         Gives up after `wait` seconds (None: never), or when `stop` says so. `told`: called with every look at another
-        holder. Raises OSError where the folder can't be read or written for `wait` seconds (None: for a lease).
+        holder. Raises OSError where the folder can't be read or written for a lease, or for `wait` seconds if shorter.
         """
         began = time.monotonic()
         seen, since, trouble = None, began, None
@@ -127,7 +127,7 @@ class FolderLock:
                 trouble = None
             except OSError:
                 trouble = trouble or time.monotonic()
-                if time.monotonic() - trouble >= (self.lease if wait is None else wait):
+                if time.monotonic() - trouble >= (self.lease if wait is None else min(wait, self.lease)):
                     raise
             if stop() or (wait is not None and time.monotonic() - began >= wait):
                 return False

@@ -21,7 +21,8 @@ from typing import NamedTuple, ParamSpec, TypeVar
 
 from pipeline import wire
 from pipeline.config import Config
-from pipeline.errors import ConfigError, EnvelopeError, PayloadFilesAway
+from pipeline.errors import ConfigError, EnvelopeError, PayloadFilesAway, PayloadFolderAway
+from pipeline.whole_file import flush_folder
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -32,8 +33,6 @@ THREADS = 8
 """Files that one process reads, writes or removes at a time."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """What a folder says that holds no more, or no more of this user's."""
-NO_FLUSH = (errno.EINVAL, errno.ENOTSUP)
-"""What a file system says whose folders need no flush of their own."""
 
 
 class Reference(NamedTuple):
@@ -170,9 +169,11 @@ class PayloadFiles:
             (self.root / home).rmdir()
 
     def has_home(self, home: str) -> bool:
-        """Whether this machine sees the line's folder; listed, so that a cached answer of NFS is asked for anew."""
+        """Whether this process can look into the line's folder; listed, for NFS answers other questions from memory."""
         with contextlib.suppress(OSError):
-            return home in os.listdir(self.root)
+            if home in os.listdir(self.root):
+                os.listdir(self.root / home)
+                return True
         return False
 
     def check(self) -> float:
@@ -203,13 +204,14 @@ class PayloadFiles:
     def why(self, reference: Reference, error: OSError) -> EnvelopeError | PayloadFilesAway:
         """Whether the payload is lost, or this machine can't read it."""
         if not self.on:
-            return PayloadFilesAway(
+            return PayloadFolderAway(
                 f"the payload lies in the file {reference.path} and payload.dir is not set here: set it as it is on "
                 "the machines that write there"
             )
-        if isinstance(error, FileNotFoundError) and self.has_home(reference.path.partition("/")[0]):
+        here = self.has_home(reference.path.partition("/")[0])
+        if here and isinstance(error, FileNotFoundError):
             return EnvelopeError(f"the payload file {reference.path} is not there any more (in {self.root})")
-        return PayloadFilesAway(
+        return (PayloadFilesAway if here else PayloadFolderAway)(
             f"the payload file {reference.path} can't be read on this machine ({error.strerror or error}; payload.dir "
             f"is {self.root}): is the line's file system mounted there, and does this user own the files?"
         )
@@ -221,15 +223,3 @@ def _write_flushed(path: Path, data: bytes) -> None:
         while view:
             view = view[file.write(view) :]
         os.fsync(file.fileno())
-
-
-def flush_folder(folder: Path) -> None:
-    """Names in this folder outlast a crash of its machine. Raises OSError."""
-    number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(number)
-    except OSError as error:
-        if error.errno not in NO_FLUSH:
-            raise
-    finally:
-        os.close(number)

@@ -94,7 +94,7 @@ async def _run_of(queue: Queue) -> str:
 
 
 async def sweep(queue: Queue) -> int:
-    """Remove the line's files whose keys went, and those that are left over; how many. None without payload.dir."""
+    """Remove the line's files whose keys went, and those that are left over; how many. 0 without payload.dir."""
     home = await queue.home() if queue.files.on else None
     if home is None:
         return 0

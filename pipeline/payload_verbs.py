@@ -171,7 +171,7 @@ class PayloadVerbs(QueueCalls):
     # -- remove ------------------------------------------------------------------------------------------------------
 
     async def remove_due(self, kept: float = KEPT) -> int:
-        """Remove the files whose keys went `kept` seconds ago or earlier; how many. None without payload.dir."""
+        """Remove the files whose keys went `kept` seconds ago or earlier; how many. 0 without payload.dir."""
         removed = 0
         while self.files.on:
             page = await self.verb("trash", int(kept * 1000), PAGE)

@@ -13,8 +13,8 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from pipeline.address_file import sync_folder
 from pipeline.errors import RedisUnavailable
+from pipeline.whole_file import flush_folder
 
 _WHOLE = re.compile(r"data-(\d+)")
 _ANY = re.compile(r"data-(\d+)(\.part)?")
@@ -36,7 +36,7 @@ def prepared(home: Path, number: int, *, clean: bool, given_up: Callable[[], boo
         draft.rename(target)
     else:
         target.mkdir(mode=0o700)
-    sync_folder(home)
+    flush_folder(home)
     return target
 
 
@@ -68,4 +68,4 @@ def _copy(source: Path, target: Path, given_up: Callable[[], bool]) -> None:
     shutil.copytree(source, target, copy_function=copied)
     target.chmod(0o700)
     for folder, _, _ in os.walk(target):
-        sync_folder(Path(folder))
+        flush_folder(Path(folder))

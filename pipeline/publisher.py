@@ -37,6 +37,8 @@ MOST_STARTS = 5
 WITHIN = 600.0
 AGAIN = 2.0
 """Seconds between two tries to start one."""
+LOOK_AT_FILE = 2.0
+"""Seconds between two looks at whether the address file still says what was published."""
 SAY_AGAIN = 60.0
 LARGEST_LOG = 1 << 20
 """Bytes; a longer log is begun anew."""
@@ -64,9 +66,10 @@ class Publisher:
         self._stop = threading.Event()
         self._starts: deque[float] = deque()
         self._said = float("-inf")
+        self._looked = float("-inf")
         self._server: Server | None = None
         self._has_data = False
-        """Whether nobody else can write into the newest data folder: else it must still be copied, by us or the next."""
+        """Whether nobody else can write into the newest data folder; else we, or the next one, must copy it first."""
 
     def stop(self) -> None:
         """End the server in good order and return from `run`. For a signal's handler."""
@@ -157,32 +160,36 @@ class Publisher:
             given_up=lambda: self._over(lock),
         )  # fmt: skip
         try:
-            self._publish(running, lock)
+            address = self._address(running, lock)
+            if self._publish(address, running, lock):
+                log.warning("Redis is at %s, epoch %d", address.url, address.epoch)
+                self._told(address)
             if lock.held:
                 published_data.remove_older(home, lock.number, data)
             while running.alive() and not self._over(lock):
-                self._stop.wait(LOOK)
+                if not self._stop.wait(LOOK):
+                    self._published_still(address, running, lock)
             if self._stop.is_set() and lock.held:
                 running.stop()
+                self._withdraw(address, lock)
         finally:
             self._server = None
             running.kill()
         if not self._over(lock) and not self._stop.wait(LAST_WORDS):
             log.error("the server ended by itself (%s says why) and is started again", words)
 
-    def _publish(self, running: Server, lock: FolderLock) -> None:
-        """Say where it is; again and again where the folder takes nothing. Nobody finds the server before."""
-        try:
-            before = address_file.read(self._plan.file).epoch
-        except RedisUnavailable:
-            before = 0
-        address = Address(
+    def _address(self, running: Server, lock: FolderLock) -> Address:
+        """Of a server that nobody has been told of yet."""
+        return Address(
             url=running.url,
             password=server_files.ensure_password(Path(running.password_file)),
-            epoch=max(lock.number, before + 1),
+            epoch=max(lock.number, address_file.last_epoch(self._plan.file) + 1),
             job=self._plan.job,
             started=time.time(),
         )
+
+    def _publish(self, address: Address, running: Server, lock: FolderLock) -> bool:
+        """Say where it is; again and again where the folder takes nothing. Nobody finds the server before."""
         while running.alive() and not self._over(lock):
             try:
                 address_file.publish(self._plan.file, address)
@@ -190,6 +197,26 @@ class Publisher:
                 log.error("the address can't be published in %s, and is tried again: %s", self._plan.file, error)
                 self._stop.wait(1.0)
             else:
-                log.warning("Redis is at %s, epoch %d", address.url, address.epoch)
-                self._told(address)
+                self._looked = time.monotonic()
+                return True
+        return False
+
+    def _published_still(self, address: Address, running: Server, lock: FolderLock) -> None:
+        """Publish again where somebody has damaged the file: nobody else may write it as long as the lock is held."""
+        if time.monotonic() - self._looked < LOOK_AT_FILE:
+            return
+        self._looked = time.monotonic()
+        with contextlib.suppress(RedisUnavailable):
+            if address_file.read(self._plan.file) == address:
                 return
+        if lock.held:
+            log.error("%s does not hold the address that was published: it is written again", self._plan.file)
+            self._publish(address, running, lock)
+
+    def _withdraw(self, address: Address, lock: FolderLock) -> None:
+        """Leave no address behind at which nobody answers."""
+        try:
+            if lock.held and address_file.last_epoch(self._plan.file) <= address.epoch:
+                address_file.withdraw(self._plan.file, address)
+        except OSError as error:
+            log.warning("the address in %s can't be withdrawn: %s; nobody answers there", self._plan.file, error)

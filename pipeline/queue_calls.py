@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -59,6 +61,11 @@ class QueueCalls:
         self.reads = self.line_schema = SCHEMA
         self._memory_seen = float("-inf")
         self._memory_high = False
+        self._sender, self._requests = uuid.uuid4().hex, itertools.count(1)
+
+    def nonce(self) -> str:
+        """Of a request to lease something: its repetition gets the same leases, and none once a later one has run."""
+        return f"{self._sender}.{next(self._requests)}"
 
     def key(self, *parts: str) -> str:
         return ":".join((self.prefix, *parts))

@@ -75,7 +75,7 @@ class TrainerVerbs(PayloadVerbs):
         self, lane: str, n: int, consumer: str, lease: float, nonce: str | None = None, patience: float | None = None
     ) -> list[Popped]:
         """Lease up to n finished rollouts of a lane for `lease` seconds."""
-        args = ("done", n, int(lease * 1000), consumer, nonce or uuid.uuid4().hex, 0, 0, self.reads, lane, 1, 0)
+        args = ("done", n, int(lease * 1000), consumer, nonce or self.nonce(), 0, 0, self.reads, lane, 1, 0)
         rows = await self.verb("claim", *args, patience=patience)
         return [Popped(text_of(row[0]), text_of(row[1])) for row in rows]
 
@@ -83,7 +83,7 @@ class TrainerVerbs(PayloadVerbs):
         self, lane: str, n: int, consumer: str, lease: float, nonce: str | None = None, patience: float | None = None
     ) -> list[tuple[str, list[Popped]]]:
         """Lease up to n complete groups of a lane: (group, its members that are not acked)."""
-        args = (lane, n, int(lease * 1000), consumer, nonce or uuid.uuid4().hex, self.reads)
+        args = (lane, n, int(lease * 1000), consumer, nonce or self.nonce(), self.reads)
         groups: dict[str, list[Popped]] = {}
         for group, id, token in await self.verb("claim_groups", *args, patience=patience):
             groups.setdefault(text_of(group), []).append(Popped(text_of(id), text_of(token)))

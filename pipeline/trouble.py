@@ -105,6 +105,8 @@ def _of_workers(scene: Scene, stage: str, late: float) -> str:
         return f"{what}, and no live worker serves it (start one: rollout work {stage})"
     if count and all(worker.get("stopping") for worker in living):
         return f"{what}, and all its workers are stopping (start one: rollout work {stage})"
+    if count and all(worker.get("blind") or worker.get("stopping") for worker in living):
+        return f"{what}, and none of its workers can read the line's payload files (payload.dir): their logs say why"
     return ""
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import uuid
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -39,7 +38,7 @@ class WorkerVerbs(PayloadVerbs):
 
         At INIT, at most `places` of them are of handlers that need a sandbox.
         """
-        args = self._claim_arguments(stage, n, worker, nonce or uuid.uuid4().hex, places)
+        args = self._claim_arguments(stage, n, worker, nonce or self.nonce(), places)
         return [read_claim(row) for row in await self.verb("claim", *args)]
 
     async def claim_at_bell(

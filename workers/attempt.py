@@ -6,7 +6,6 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,13 +14,10 @@ from pipeline.envelope import NEXT, Envelope, Payload, Stage, Task, decode, deco
 from pipeline.errors import (
     Cancelled,
     EnvelopeError,
-    Fatal,
     LimitExceeded,
     LineError,
     NeedsPlace,
     OutOfTime,
-    SandboxError,
-    SandboxGone,
     Stale,
     TaskError,
     WorkerLost,
@@ -29,9 +25,10 @@ from pipeline.errors import (
 from pipeline.inspect import attempts_of
 from pipeline.leases import Claim, Failure
 from pipeline.log import AttemptLog
-from workers.children import ChildDied, Children
+from workers.children import Children
 from workers.clock import WorkingClock
-from workers.job import EVALUATIONS, Done, Job
+from workers.failures import failure_of, times_late
+from workers.job import Done, Job
 from workers.sandbox.stock import reference_text
 from workers.stages import prepare, process
 
@@ -39,26 +36,6 @@ if TYPE_CHECKING:
     from workers.loop import Worker
 
 logger = logging.getLogger("attempt")
-
-
-WHY_CHARACTERS = 4000
-"""Of an error's sentence; some carry a whole file, and it would lie in Redis three times."""
-
-
-def short(text: str) -> str:
-    """The text, its middle left out where it is longer than WHY_CHARACTERS."""
-    half = WHY_CHARACTERS // 2
-    return text if len(text) <= WHY_CHARACTERS else f"{text[:half]} … ({len(text)} characters) … {text[-half:]}"
-
-
-def times_late(attempts: Sequence[dict[str, Any]]) -> int:
-    """How many evaluations were out of time since RUN last committed; other failures of theirs don't count."""
-    count = 0
-    for attempt in reversed(attempts):
-        if attempt["stage"] == Stage.RUN.value:
-            break
-        count += attempt["stage"] == Stage.EVAL.value and attempt.get("kind") == LimitExceeded.kind
-    return count
 
 
 class Attempt:
@@ -253,7 +230,8 @@ class Attempt:
 
     async def fail(self, error: LineError) -> str:
         """Give the rollout back, send it round again, or end it: the one place where a failure's kind decides."""
-        failure = self.failure(error)
+        about = {"log": self.log.tail, "host": self.worker.host}
+        failure = failure_of(error, self.stage, self.claim.attempt, self.job, self.config.retry, about)
         moved = isinstance(error, NeedsPlace)  # no attempt that anybody would want to hear of
         record = "" if moved else self._record("failed" if failure.mode != "back" else "given back", failure)
         worked = self.clock.elapsed
@@ -269,29 +247,6 @@ class Attempt:
         level = logging.DEBUG if moved and status == "READY" else level
         self.log.log(level, "%s: %s; %s (attempts %d, losses %d)", failure.kind, failure.why, say, attempts, losses)
         return status
-
-    def failure(self, error: LineError) -> Failure:
-        """How this error counts."""
-        about: dict[str, Any] = {
-            "kind": error.kind, "why": short(str(error)), "log": self.log.tail, "host": self.worker.host,
-            "exit_code": str(getattr(error, "exit_code", "")),
-        }  # fmt: skip
-        if isinstance(error, Cancelled):
-            return Failure(mode="back", **about)
-        if isinstance(error, NeedsPlace):
-            return Failure(mode="back", to="place", **about)
-        had = self.job is not None and self.job.envelope.sandbox is not None and self.stage is not Stage.INIT
-        if isinstance(error, SandboxGone):
-            return Failure(mode="loss", to="init" if had else "", **about)  # INIT makes another one
-        if isinstance(error, WorkerLost) and not isinstance(error, ChildDied):
-            return Failure(mode="loss", **about)
-        late = self.stage is Stage.EVAL and isinstance(error, LimitExceeded)
-        if isinstance(error, Fatal) or (late and self.job is not None and self.job.late + 1 >= EVALUATIONS):
-            return Failure(mode="fatal", **about)
-        retry = self.config.retry
-        delay = min(retry.backoff * 2.0 ** max(0, self.claim.attempt - 1), retry.backoff_max)
-        to = "init" if had and isinstance(error, SandboxError) and self.stage is Stage.RUN else ""
-        return Failure(mode="attempt", delay=delay, to=to, **about)
 
     def _record(self, outcome: str, failure: Failure | None = None) -> str:
         """This attempt for `rollout show`: JSON."""

@@ -10,24 +10,23 @@ import os
 import signal
 import socket
 import time
-import uuid
 from typing import Any
-
-from redis.exceptions import RedisError
 
 import handlers
 from pipeline.arrival import arrived
 from pipeline.config import Config
 from pipeline.connection import connect, connect_sync
 from pipeline.envelope import Stage
-from pipeline.errors import LineError, NeedsPlace, RedisUnavailable, Retryable, Stale, TooOld, WorkerLost
-from pipeline.leases import Claim, Failure
+from pipeline.errors import LineError, NeedsPlace, PayloadFolderAway, RedisUnavailable, Retryable, Stale, WorkerLost
+from pipeline.leases import Claim
 from pipeline.line_schema import package_version
 from pipeline.queue import Queue
 from workers import scheduler
 from workers.attempt import Attempt
 from workers.children import Children
+from workers.claims import Claims, worker_name
 from workers.ending import Ending
+from workers.gauges import watch_lanes, watch_loop
 from workers.hosting import Hosting
 from workers.job import Done
 from workers.metrics import Metrics
@@ -39,17 +38,6 @@ log = logging.getLogger(__name__)
 
 FIRST_STEPS = 4
 """Attempts that begin in one turn of the event loop: a whole batch of long first steps would hold it."""
-
-PULSE = 0.1
-"""Seconds between two looks at how late the event loop turns."""
-
-
-def worker_name(stage: str) -> str:
-    """Unique for each process, and readable: stage, host, pid, and a Slurm array's task where there is one."""
-    job = os.environ.get("SLURM_ARRAY_JOB_ID") or os.environ.get("SLURM_JOB_ID")
-    task = os.environ.get("SLURM_ARRAY_TASK_ID")
-    where = f"-{job}_{task}" if job and task else f"-{job}" if job else ""
-    return f"{stage}-{socket.gethostname()}{where}-{os.getpid()}-{uuid.uuid4().hex[:4]}"
 
 
 class Worker:
@@ -70,6 +58,7 @@ class Worker:
         self.running: dict[str, Attempt] = {}
         self.shop: Workshop
         self.queue: Queue
+        self.claims: Claims
         self.upkeep: Upkeep
         self.hosting = Hosting(config)
         self.ending = Ending(config.limits.grace, self._begin_to_end, self._give_up)
@@ -84,8 +73,9 @@ class Worker:
         Raises TooOld where the line's schema is above what this version reads: at once, or, when it is raised
         meanwhile, after what was in work.
         """
-        client, self._bell = connect(self.config), connect(self.config, blocking=True)
+        client, bell = connect(self.config), connect(self.config, blocking=True)
         self.queue = Queue(client, self.config, patience=self.config.limits.outage)
+        self.claims = Claims(self.queue, bell, self.stage, self.name, self.hosting, burst=self.burst)
         try:
             for warning in (await arrived(client, self.config)).warnings:
                 log.warning("%s", warning)
@@ -95,7 +85,7 @@ class Worker:
         finally:
             with contextlib.suppress(OSError):
                 await client.aclose()
-                await self._bell.aclose()
+                await bell.aclose()
         log.info("worker %s ends", self.name)
 
     async def _run(self) -> None:
@@ -119,7 +109,9 @@ class Worker:
         )  # fmt: skip
         self._loop = asyncio.get_running_loop()
         self.upkeep.start()
-        helpers = [asyncio.create_task(self._pulse()), asyncio.create_task(self._watch_queue())]
+        helpers = [asyncio.create_task(watch_loop(self.upkeep, self.metrics))]
+        if self.config.workers.metrics_port:
+            helpers.append(asyncio.create_task(watch_lanes(self.queue, self.stage.value, self.metrics)))
         helpers.append(asyncio.create_task(self.queue.keep_removing()))
         if scheduler.job():
             helpers.append(asyncio.create_task(self.ending.ask_scheduler()))
@@ -129,7 +121,7 @@ class Worker:
             await self._serve()
             await self._drain()
             if not self.ending.stopping.is_set():
-                self.queue.check_current()
+                self.claims.check()
         finally:
             for helper in helpers:
                 helper.cancel()
@@ -181,65 +173,30 @@ class Worker:
 
     async def _serve(self) -> None:
         idle = False
-        while not self.ending.stopping.is_set() and not self.queue.outdated:
+        while not self.ending.stopping.is_set() and not self.claims.over:
             free = self.slots - len(self.running)
             if free <= 0 or self.upkeep.stalled or (self.stage is Stage.INIT and self.upkeep.memory_high):
                 self._slot_free.clear()
                 await self._wait_for_slot(None if free <= 0 else 0.2)
                 continue
             wanted = min(free, self.config.workers.claim_batch)
-            claims = await self._claim(wanted, wait=idle)
+            claims = await self.claims.claim(wanted, wait=idle)
             idle = len(claims) < wanted
             if self.ending.stopping.is_set():
-                await self._give_back(claims)
+                await self.claims.give_back(claims)
             else:
                 for number, claim in enumerate(claims, 1):
                     self._begin(claim)
                     if number % FIRST_STEPS == 0:
                         await asyncio.sleep(0)
             idling = not claims and not self.running and self.hosting.empty  # what is hosted may come back to INIT
-            if self.burst and idling and await self._is_empty():
+            if self.burst and idling and await self.claims.none_left():
                 return
             await asyncio.sleep(0)
-
-    async def _claim(self, wanted: int, *, wait: bool) -> list[Claim]:
-        """Claim, after a wait at the doorbell where the last claim left nothing (a ring, or a second).
-
-        Never cancelled, and repeated with its nonce: where the reply was lost, the same leases come again.
-        """
-        nonce = uuid.uuid4().hex
-        try:
-            places = self.hosting.places()
-            if wait:
-                seconds = 0.05 if self.burst else 0.1 if self.hosting.full else 1.0  # no bell tells of a free place
-                claims = await self.queue.claim_at_bell(
-                    self._bell, seconds, self.stage.value, wanted, self.name, nonce, places
-                )
-                if claims is not None:
-                    return claims
-            return await self.queue.claim(self.stage.value, wanted, self.name, nonce, places)
-        except TooOld:  # heard by now: `_serve` ends, what is in work does not
-            return []
-        except RedisUnavailable:
-            log.error("Redis stayed away for limits.outage = %g s: this worker ends", self.config.limits.outage)
-            raise
-
-    async def _give_back(self, claims: list[Claim]) -> None:
-        """What a claim brought after the signal to stop goes back unbegun; it counts nothing."""
-        failure = Failure(mode="back", kind=WorkerLost.kind, why=f"worker {self.name} was stopping")
-        for claim in claims:
-            await self.queue.fail(self.stage.value, claim.id, claim.token, failure)
 
     async def _wait_for_slot(self, timeout: float | None) -> None:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._slot_free.wait(), timeout)
-
-    async def _is_empty(self) -> bool:
-        keys = [self.queue.key("ready", self.stage.value, lane) for lane in self.config.line.lanes]
-        if self.stage is Stage.INIT:
-            keys += [self.queue.key("place", lane) for lane in self.config.line.lanes]
-        keys.append(self.queue.key("delayed", self.stage.value))
-        return not any(await asyncio.gather(*(self.queue.execute("ZCARD", key) for key in keys)))
 
     # -- one rollout -------------------------------------------------------------------------------------------------
 
@@ -268,6 +225,8 @@ class Worker:
                 raise
             except LineError as error:
                 status = await attempt.fail(error)
+                if isinstance(error, PayloadFolderAway):
+                    self.claims.lost_files(error)
                 if isinstance(error, NeedsPlace) and attempt.job is not None:
                     await self.queue.note_place(attempt.job.task.handler, True)
             except Exception as error:  # not of the tree, so ours: given up at once, not when the lease runs out
@@ -327,7 +286,7 @@ class Worker:
             "reads": self.queue.reads, "outdated": self.queue.outdated,
             "why_stopping": self.ending.why,
             "stopping": self.ending.stopping.is_set() or self.queue.outdated, **self.hosting.about(),
-            "memory_high": self.upkeep.memory_high, "stalled": self.upkeep.stalled,
+            "memory_high": self.upkeep.memory_high, "stalled": self.upkeep.stalled, "blind": self.claims.blind,
             "paused": next((a.clock.why for a in list(self.running.values()) if a.clock.why), ""),
             **({"policy": self.shop.policy.pool.about()} if self.stage is Stage.RUN else {}),
         }  # fmt: skip
@@ -335,24 +294,3 @@ class Worker:
     def _kill_children(self) -> None:
         if isinstance(self.shop.children, Children):
             self.shop.children.kill_all()
-
-    async def _pulse(self) -> None:
-        while True:
-            before = time.monotonic()
-            await asyncio.sleep(PULSE)
-            self.upkeep.pulse = time.monotonic()
-            self.metrics.lag.observe(max(0.0, self.upkeep.pulse - before - PULSE))
-
-    async def _watch_queue(self) -> None:
-        from pipeline.inspect import stage_depth
-
-        while self.config.workers.metrics_port:
-            for lane in self.config.line.lanes:
-                try:
-                    depth = await stage_depth(self.queue, self.stage.value, lane)
-                except (RedisUnavailable, RedisError) as error:
-                    log.warning("the queue's length can't be told now: %s", error)
-                    continue
-                self.metrics.length.labels(self.stage.value, lane).set(depth.ready)
-                self.metrics.age.labels(self.stage.value, lane).set(depth.age)
-            await asyncio.sleep(1.0)

@@ -8,6 +8,7 @@ line's jobs (audit, expire) once a period in all, on the machine whose clock cam
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
@@ -19,7 +20,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import msgpack
 import redis
@@ -206,7 +207,7 @@ class Maintainer(Worker):
         except (RedisError, OSError):
             if not self._leaving:  # it had hardly begun
                 self._leaving = True
-                self.unsubscribe()  # type: ignore[no-untyped-call]
+                self.unsubscribe()
             raise
         finally:
             if self._patience is not None:
@@ -219,11 +220,25 @@ class Maintainer(Worker):
             try:
                 super().teardown()  # type: ignore[no-untyped-call]
             except (RedisError, OSError):
-                self.unsubscribe()  # type: ignore[no-untyped-call]
+                self.unsubscribe()
                 raise
 
+    def unsubscribe(self) -> None:
+        """As RQ's, but the thread that listens closes its connection itself: redis-py can't have two threads do it."""
+        listener = cast("PubSubWorkerThread | None", self.pubsub_thread)
+        if listener is None or self.pubsub is None:
+            return
+        with contextlib.suppress(RedisError, OSError):
+            self.pubsub.unsubscribe()  # type: ignore[no-untyped-call]
+        listener.stop()
+        listener.join(1.0)
+        connection: Any = self.pubsub.connection
+        if listener.is_alive() and connection is not None:  # no reply came to end its wait
+            connection.disconnect()
+            listener.join(self._config.redis.socket_timeout + 1.0)
+
     def _pubsub_exception_handler(self, exc: Exception, pubsub: PubSub, pubsub_thread: PubSubWorkerThread) -> None:
-        if not self._leaving:  # else its connection was closed under the thread, since no reply came to end it
+        if not self._leaving:  # else its connection was cut (`unsubscribe`)
             super()._pubsub_exception_handler(exc, pubsub, pubsub_thread)
 
     def _lose_patience(self) -> None:

@@ -19,8 +19,8 @@ KILL_WAIT = 30.0
 """Slurm's own default (s)."""
 
 GIVE_BACK = 10.0
-"""Seconds that a worker keeps of KillWait, after its grace, to give back what is in work and to remove its sandboxes;
-never more than half of it."""
+"""Seconds of KillWait that are left after the grace: for a worker to give back what is in work and to remove its
+sandboxes, for vLLM to end. Never more than half of it."""
 
 
 class Scheduler(NamedTuple):

@@ -19,7 +19,8 @@ from pipeline.engine_calls import EngineError
 from pipeline.errors import ConfigError, LineError, PolicyError
 from pipeline.registration import Registration, looked_at
 from pipeline.weights import bring_up
-from workers.address import bracketed, reachable_address
+from workers import scheduler
+from workers.address import ANYWHERE, bracketed, reachable_address
 from workers.vllm_process import Process
 
 log = logging.getLogger(__name__)
@@ -31,8 +32,6 @@ LOOK_SECONDS = 0.5
 
 MISSES = 2
 """Looks in a row at which nothing was generated: it hangs."""
-
-ANYWHERE = ("0.0.0.0", "::", "[::]")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +64,7 @@ class Serving:
         self._signals: list[int] = []
         self._process: Process | None = None
         self._refused = ""
+        self._grace = config.limits.grace
 
     async def run(self) -> int:
         """Serve until told to stop: the signal's number. Raises PolicyError when vLLM ends or hangs."""
@@ -72,14 +72,21 @@ class Serving:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signalled, number)
         process = self._process = Process(self._command)
+        asking = asyncio.create_task(self._ask_scheduler())
         try:
             async with Engine(self._address, timeout=self._config.policy.probe_timeout) as engine:
                 why = await self._serve(process, engine)
         finally:
+            asking.cancel()
             await process.stop()
         if why:
             raise PolicyError(f"{why}. Its log ended with:\n{process.tail()}")
         return self._signals[0]
+
+    async def _ask_scheduler(self) -> None:
+        """Slurm kills a job KillWait after SIGTERM, whatever limits.grace says: the server is signed off before."""
+        if scheduler.job():
+            self._grace = (await scheduler.ask()).grace(self._grace)
 
     def _signalled(self, number: int) -> None:
         """The first signal: end in good order; the second: at once."""
@@ -169,9 +176,9 @@ class Serving:
         return "" if self._told.is_set() else self._refused or f"vLLM ended with exit code {process.code}"
 
     async def _drain(self, process: Process, engine: Engine, id: str) -> None:
-        """No new calls; those in flight may end within limits.grace."""
+        """No new calls; those in flight may end within limits.grace, or what Slurm leaves of it."""
         loop = asyncio.get_running_loop()
-        until = loop.time() + self._config.limits.grace
+        until = loop.time() + self._grace
         try:
             await self._backends.note(id, drained=True)
             seen = loop.time() + (SEEN_SECONDS if (await self._backends.view()).workers else 0.0)
@@ -182,7 +189,7 @@ class Serving:
         except LineError as error:
             log.warning("calls in flight are not waited for: %s", error)
             return
-        log.warning("calls are still in flight after limits.grace (%g s): they are cut off", self._config.limits.grace)
+        log.warning("calls are still in flight after %g s of grace (limits.grace): they are cut off", self._grace)
 
     async def _pause(self, process: Process, seconds: float) -> bool:
         """Whether it is over, by vLLM's end or by a signal, within so long."""

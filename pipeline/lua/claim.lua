@@ -32,6 +32,7 @@ if redis.call('HGET', memo, 'nonce') == A[5] then
   return out
 end
 
+if overtaken(memo, A[5]) then return out end
 local refusal = above(A[8])
 if refusal then return refusal end
 unlock()

@@ -9,6 +9,7 @@ if redis.call('HGET', memo, 'nonce') == A[5] then
   end
   return out
 end
+if overtaken(memo, A[5]) then return out end
 local refusal = above(A[6])
 if refusal then return refusal end
 unlock()

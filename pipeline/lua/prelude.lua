@@ -21,6 +21,14 @@ local function above(reads)
   return schema > tonumber(reads) and redis.error_reply('RAISED ' .. whole(schema)) or nil
 end
 
+-- Whether a request to lease, "SENDER.NUMBER", is an old one that arrives late: its sender gave it up, sent it again and has
+-- asked for more since. What it leased would be in nobody's hands, and its loss counted against the rollout.
+local function overtaken(memo, nonce)
+  local sender, number = string.match(nonce, '^(%x+)%.(%d+)$')
+  local last, reached = string.match(redis.call('HGET', memo, 'nonce') or '', '^(%x+)%.(%d+)$')
+  return sender and sender == last and tonumber(number) < tonumber(reached)
+end
+
 -- The reference of the file in which a payload or task lies (pipeline/payload_files.py); nil where Redis holds it.
 local FILE = '@file1:'
 local function held_in_file(name)

@@ -18,7 +18,7 @@ from tests.faults.tools import STAGES, Workers, eventually, starts, trainer
 async def test_a_poison_pill_ends_failed_and_harms_nobody(
     workers: Workers, tmp_path: Path, slots: int, fewest: int, most: int
 ) -> None:
-    """It kills whatever process runs it. Dead workers are restarted; 20 healthy rollouts stand beside and behind it."""
+    """H10: it kills whatever process runs it. Dead workers are restarted; 20 healthy rollouts stand beside it."""
     log = tmp_path / "starts"
     async with trainer(workers.config) as us:
         before = await us.put(4, handler="fault_handlers:Recorded", starts=str(log), sleep=0.3)
@@ -85,7 +85,7 @@ async def until_waiting(client: RolloutClient, stage: str, count: int) -> None:
 
 @pytest.mark.parametrize("stage", STAGES)
 async def test_a_killed_worker_s_rollout_starts_again_elsewhere_within_a_lease(workers: Workers, stage: str) -> None:
-    """Its limit is an hour; a second worker stands idle."""
+    """H09: its limit is an hour; a second worker stands idle."""
     config = workers.config.lease
     async with trainer(workers.config) as us:
         victim = workers.start(stage, 1, "working")
@@ -109,7 +109,7 @@ async def test_a_killed_worker_s_rollout_starts_again_elsewhere_within_a_lease(w
 
 @pytest.mark.ci
 async def test_a_long_job_that_never_yields_runs_once(workers: Workers, tmp_path: Path) -> None:
-    """7 s of work that holds the event loop, under leases of 2 s; a second worker stands idle."""
+    """H11: 7 s of work that holds the event loop, under leases of 2 s; a second worker stands idle."""
     log = tmp_path / "starts"
     async with trainer(workers.config) as us:
         (id,) = await us.put(1, 1, "fault_handlers:Busy", starts=str(log), seconds=7.0)

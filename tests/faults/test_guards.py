@@ -23,6 +23,7 @@ GUARDS = {
     "fence": ("commit", "if v[1] ~= token then", "if false then", "was committed twice"),
     "spent token": ("commit", "if v[2] == token then return 'AGAIN' end", "", "told that it was stale"),
     "nonce": ("claim", "if redis.call('HGET', memo, 'nonce') == A[5] then", "if false then", "in nobody's hands"),
+    "late request": ("claim", "if overtaken(memo, A[5]) then return out end", "", "in nobody's hands"),
     "blindness": ("tick", "if not blind then", "if true then", "from under a living worker"),
     "fence of fail": ("fail", "if v[1] ~= token then", "if false then", "that no longer had it"),
     "payload in place of another": (
@@ -64,6 +65,7 @@ class Storm:
         self.queue = queue
         self.random = random.Random(seed)
         self.held: dict[str, list[tuple[str, Claim]]] = {"w0": [], "w1": [], "w2": []}
+        self.asked: dict[tuple[str, str], list[str]] = {}
         self.commits: Counter[tuple[str, str]] = Counter()
         self.broken: set[str] = set()
 
@@ -89,11 +91,17 @@ class Storm:
 
     async def claim(self) -> None:
         worker, stage = self.random.choice(sorted(self.held)), self.random.choice(STAGES)
-        nonce = f"n{self.random.random()}"
+        nonce = self.queue.nonce()
         claims = await self.queue.claim(stage, 2, worker, nonce)
         if self.random.random() < 0.3:  # the reply is lost: it is sent again
             claims = await self.queue.claim(stage, 2, worker, nonce)
         self.held[worker] += [(stage, claim) for claim in claims]
+        earlier = self.asked.setdefault((worker, stage), [])
+        if (
+            earlier and self.random.random() < 0.2
+        ):  # one that its worker has given up arrives now: nobody hears the reply
+            await self.queue.claim(stage, 2, worker, earlier[-1])
+        earlier.append(nonce)
 
     async def commit(self) -> None:
         picked = self.pick()

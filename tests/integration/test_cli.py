@@ -223,6 +223,16 @@ def test_watch_and_workers_see_the_living(line: Line, workers: list[subprocess.P
     assert "serving" in line.ok("watch", "--once")
 
 
+def test_a_worker_called_from_python_ends_no_child_of_the_caller(line: Line) -> None:
+    child = subprocess.Popen(["sleep", "60"])
+    try:
+        line.ok("work", "run", "--burst")
+        assert child.poll() is None
+    finally:
+        child.kill()
+        child.wait()
+
+
 # H13: what the shell sees.
 
 

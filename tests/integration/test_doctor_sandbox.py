@@ -12,7 +12,7 @@ from pipeline.config import Config
 from tests.boxes import PROGRAMS, short_root
 from tests.services import require
 from workers.doctor import Finding
-from workers.doctor_sandbox import findings
+from workers.doctor.sandbox import findings
 from workers.sandbox.boxes import overlay
 
 __all__ = ["short_root"]
@@ -41,7 +41,7 @@ def shut(short_root: Path) -> Iterator[Path]:
 
 
 async def test_folders_that_may_not_be_looked_at(shut: Path) -> None:
-    from workers.doctor_sandbox import _room
+    from workers.doctor.sandbox import _room
 
     for setting in ("images.cache", "sandbox.root"):
         found = _room("disk", shut / "deep" / "er", setting)

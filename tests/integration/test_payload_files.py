@@ -15,13 +15,15 @@ from pipeline import payload_verbs
 from pipeline.audit import audit
 from pipeline.client import RolloutClient
 from pipeline.config import Config
-from pipeline.envelope import Task
+from pipeline.envelope import Stage, Task
 from pipeline.errors import ConfigError, PayloadFilesAway
+from pipeline.queue import Queue
 from tests import line
 from tests.integration.crew import configured, serving
 from tests.services import RedisService
 from workers import maintenance_jobs
 from workers.cli.app import rollout
+from workers.loop import Worker
 
 TOKENS = 8192
 
@@ -93,27 +95,67 @@ async def line_is_done(client: RolloutClient, count: int) -> None:
     await client.queue.hand_back(batch.leases)
 
 
-async def test_a_worker_that_does_not_see_them_loses_the_attempt_and_not_the_rollout(
+async def test_a_worker_without_a_folder_ends_and_nothing_counts(
     config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(payload_verbs, "SEEN", 0.1)
     async with RolloutClient(config=config) as client:
-        ids = await client.enqueue([Task(handler="echo", data={"tokens": TOKENS})])
+        await client.enqueue([Task(handler="echo", data={"tokens": TOKENS})])
         await client.queue.execute("DEL", client.queue.key("files"))  # as on a line that has no files yet
-        blind = config.changed({"payload.dir": "", "retry.losses": 1000})
-        async with serving(blind, "init"):
-            await has_losses(client, ids[0])
+        blind = config.changed({"payload.dir": "", "limits.loop_dead": 3600.0})
+        with pytest.raises(ConfigError, match="payload.dir is not set here"):
+            await asyncio.wait_for(Worker(blind, Stage.INIT, 1).run(), 30.0)
         async with serving(config):
             (found,) = await client.pop(1, timeout=30)
-        assert found.outcome == "scored" and found.losses > 0
-        assert {item["kind"] for item in found.attempts if item["outcome"] == "failed"} == {"worker"}
+        assert found.outcome == "scored" and found.losses == 0
+        assert [item["outcome"] for item in found.attempts if item["outcome"] != "committed"] == ["given back"]
         await client.ack(found)
 
 
-async def has_losses(client: RolloutClient, id: str) -> None:
-    async with asyncio.timeout(60.0):
-        while int(await line.field(client.queue, id, "losses") or 0) == 0:
-            await asyncio.sleep(0.02)
+@pytest.fixture
+def away(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the folder is moved as soon as a process of the line has found it at its start."""
+    monkeypatch.setattr(payload_verbs, "SEEN", 0.1)
+    away, check = folder.with_name("away"), Queue.check_files
+
+    async def check_and_lose(self: Queue, **about: bool) -> None:
+        await check(self, **about)
+        folder.rename(away)
+
+    monkeypatch.setattr(Queue, "check_files", check_and_lose)
+    return away
+
+
+async def test_while_the_folder_is_away_nothing_is_claimed_and_nothing_counts(
+    config: Config, folder: Path, request: pytest.FixtureRequest
+) -> None:
+    """A file system that is away for a minute is no fault of any rollout: each would be lost ten times."""
+    config = config.changed({"retry.losses": 1, "retry.attempts": 1})
+    async with RolloutClient(config=config) as client:
+        ids = await client.enqueue([Task(handler="echo", data={"tokens": TOKENS})], samples=4)
+        away = request.getfixturevalue("away")
+        async with serving(config, "init", slots=2) as crew:
+            async with asyncio.timeout(30.0):
+                while not hasattr(crew["init"], "claims") or not crew["init"].claims.blind or crew["init"].running:
+                    await asyncio.sleep(0.02)
+            with pytest.raises(PayloadFilesAway):
+                await client.enqueue([Task(handler="echo", data={"tokens": TOKENS})])
+            away.rename(folder)
+            request.getfixturevalue("monkeypatch").undo()
+            async with serving(config, "run", "eval"):
+                batch = await client.pop(4, timeout=30)
+        assert {item.id: (item.outcome, item.losses) for item in batch} == dict.fromkeys(ids, ("scored", 0))
+        await client.ack(batch)
+
+
+async def test_a_worker_whose_folder_stays_away_ends(config: Config, request: pytest.FixtureRequest) -> None:
+    config = config.changed({"limits.outage": 0.3, "limits.loop_dead": 3600.0})
+    async with RolloutClient(config=config) as client:
+        (id,) = await client.enqueue([Task(handler="echo", data={"tokens": TOKENS})])
+        request.getfixturevalue("away")
+        with pytest.raises(ConfigError, match="payload.dir is"):
+            await asyncio.wait_for(Worker(config, Stage.INIT, 1).run(), 30.0)
+        assert await line.state(client.queue, id) == ("init", "ready")
 
 
 async def test_maintenance_and_audit_know_them(config: Config, folder: Path) -> None:

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import psutil
@@ -33,7 +34,7 @@ from tests.published import LEASE, Keepers, family, freeze, keepers, thaw
 from tests.services import require
 from tests.waiting import until
 from workers.cli import published
-from workers.doctor_folder import findings, judged
+from workers.doctor.folder import findings, judged
 
 
 @pytest.fixture
@@ -251,6 +252,35 @@ def test_a_server_that_dies_is_started_again_with_its_data(kept: Keepers) -> Non
     assert keeper.poll() is None and "the server ended by itself" in kept.logs()
 
 
+def test_an_address_that_somebody_spoils_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    require("redis-server")
+    monkeypatch.setattr(publisher, "LOOK_AT_FILE", 0.1)
+    plan = Plan(home=tmp_path / "redis", file=tmp_path / "a", bind=("127.0.0.1", 0), lease=10.0, fraction=0.1, job="")
+    told: list[Address] = []
+    kept = Publisher(plan, told.append)
+    thread = threading.Thread(target=kept.run)
+    thread.start()
+    try:
+        until(lambda: told)
+        for text in ('{"url": "redis://10.', json.dumps({**asdict(told[0]), "epoch": 0, "url": "redis://192.0.2.1:1"})):
+            plan.file.write_text(text)
+            until(lambda: _read(plan.file) == told[0])
+        plan.file.unlink()
+        until(lambda: _read(plan.file) == told[0])
+        assert len(told) == 1, "it is the same server"
+    finally:
+        kept.stop()
+        thread.join(20)
+    assert address_file.last_epoch(plan.file) == told[0].epoch and _read(plan.file) is None
+
+
+def _read(file: Path) -> Address | None:
+    try:
+        return address_file.read(file)
+    except RedisUnavailable:
+        return None
+
+
 @pytest.mark.ci
 def test_a_frozen_keeper_loses_its_server_at_once_and_begins_anew(kept: Keepers) -> None:
     """The keeper alone stands still: its guard ends the server, before anybody else may have the lock."""
@@ -299,8 +329,10 @@ def test_status_and_stop_of_a_published_server(kept: Keepers, capsys: pytest.Cap
     threading.Thread(target=keeper.wait).start()  # as the shell that started it: no zombie is left
     published.stop(kept.config, as_json=False)
     assert f"stopped (keeper {keeper.pid})" in capsys.readouterr().out
-    with pytest.raises(RedisUnavailable, match=r"can't be reached .*last published: .*nobody keeps it"):
+    with pytest.raises(RedisUnavailable, match=r"the line is down: its Redis \(job 4711\) ended in good order"):
         published.status(kept.config, as_json=False)
+    done = kept.rollout("depth")
+    assert done.returncode == 1 and done.stderr.startswith("Error: the line is down: ")
     holder = {"state": "held    ", "job": "4711", "host": "n7", "pid": os.getpid()}
     (kept.folder / "redis" / "lock.9").write_text(json.dumps(holder))
     with pytest.raises(LineError, match=r"job 4711 on n7 .* on another machine: `scancel --signal=TERM --batch 4711`"):

@@ -187,6 +187,29 @@ async def test_vllm_that_does_not_start_is_an_error_with_its_log(redis_service: 
         assert "Error: vLLM ended with exit code 3. Its log ended with:\nOSError:" in served.said()
 
 
+@pytest.mark.ci
+async def test_in_a_slurm_job_it_is_signed_off_before_slurm_kills(
+    redis_service: RedisService, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text("#!/bin/sh\necho 'KillWait = 2 sec'\n")
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    with serving(
+        redis_service, tmp_path, model, "--", "--latency-per-token", "0.1", "--max-model-len", "300"
+    ) as served:
+        url = served.ready().url
+        asked = {"token_ids": [5], "sampling_params": {"max_tokens": 200}}
+        call = subprocess.Popen([sys.executable, "-c", CALL, f"{url}/inference/v1/generate", json.dumps(asked)])
+        until(lambda: b'_running{engine="0",model_name="policy"} 1' in metrics(url))
+        served.process.terminate()
+        until(lambda: "still in flight after 1 s of grace" in served.said(), 4.0)
+        assert served.process.wait(10) == 0
+        assert await registered(redis_service) == {}
+        call.wait(10)
+
+
 @pytest.mark.slow
 async def test_a_second_signal_ends_it_at_once(redis_service: RedisService, tmp_path: Path, model: Path) -> None:
     with serving(redis_service, tmp_path, model, "--", "--latency", "60") as served:

@@ -15,7 +15,7 @@ def test_an_array_runs_on_all_nodes_and_is_cancelled(cluster: Cluster) -> None:
     assert {row.id for row in rows} == {f"{job}_{task}" for task in range(1, 9)}
     cluster.cancel(f"{job}_1")
     cluster.until_state(f"{job}_1", "CANCELLED")
-    assert "told" in cluster.log(f"{job}_1")
+    cluster.until(lambda: "told" in cluster.log(f"{job}_1"), 10.0, "its last word")
     assert "told" not in cluster.log(f"{job}_2")
 
 

@@ -173,7 +173,7 @@ def test_tasks_that_end_at_once_are_said_with_their_log_and_not_repeated_for_eve
         tmp_path, setup=['case "$SLURM_JOB_NAME" in *-run-*) echo "no such module" >&2; exit 3;; esac'], **only
     )
     said = rollout(line, "slurm", "up", "--timeout", "12", code=1).stderr
-    assert "ended as FAILED on n" in said
+    assert "ended as FAILED" in said
     assert "its tasks end as soon as they start" in said
     assert "no such module" in said
     tag = json.loads((line / "line" / "slurm.json").read_text())["tag"]
@@ -183,6 +183,24 @@ def test_tasks_that_end_at_once_are_said_with_their_log_and_not_repeated_for_eve
     assert "tried again in" in status
     assert "nothing replaces what ends" in status
     rollout(line, "slurm", "down")
+
+
+def test_a_mend_is_not_held_up_by_what_failed_before_and_two_may_ask_for_it(cluster: Cluster, tmp_path: Path) -> None:
+    few = {kind: {"jobs": 0} for kind in ("init", "eval", "maint")}
+    line = settings(tmp_path, program="/no/such/rollout", **few)
+    said = rollout(line, "slurm", "up", "--timeout", "6", code=1).stderr
+    assert "ended as FAILED" in said and said.count("no program /no/such/rollout on this node") <= 2
+    settings(tmp_path, **few)
+    ups = [
+        subprocess.Popen([ROLLOUT, "slurm", "up", "--timeout", "25"], cwd=line, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    heard = [up.communicate(timeout=60)[1] for up in ups]
+    assert [up.returncode for up in ups] == [0, 0], heard
+    assert "FAILED" not in "".join(heard)
+    assert len(alive(cluster)) == 3
+    rollout(line, "slurm", "down")
+    assert "the line is down: " in rollout(line, "depth", code=1).stderr
 
 
 def test_down_in_the_middle_of_up(cluster: Cluster, tmp_path: Path) -> None:

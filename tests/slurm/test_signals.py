@@ -126,7 +126,7 @@ MORE = ("cancel-full", "requeue", "down-node", "time-limit")
 
 @pytest.mark.parametrize("what", [*DEEDS, *(pytest.param(what, marks=pytest.mark.slow) for what in MORE)])
 async def test_what_is_cut_off_is_a_loss(jobs: Jobs, config: Config, folder: Path, what: str) -> None:
-    """Where Slurm sends SIGTERM to all of a job, and where it is SIGKILL: the rollouts go on in the others' jobs."""
+    """H09: where Slurm sends SIGTERM to all of a job, and where it is SIGKILL, the rollouts go on in other jobs."""
     seconds, seen = f"{random.randint(10**4, 10**6)}", dict[str, Path]()
     limit = ["--time=1", "--signal=B:TERM@1"] if what == "time-limit" else []
     first = [jobs.submit(stage, "-w", "n1", *limit) for stage in ("init", "eval")]
@@ -191,7 +191,7 @@ async def test_a_drained_job_says_so_gives_back_in_time_and_ends_well(jobs: Jobs
 
 
 async def test_nothing_is_left_where_a_worker_is_killed(jobs: Jobs, config: Config, folder: Path) -> None:
-    """SIGKILL to the worker alone: its job ends while children run. Processes and folders go with Slurm, or a sweep."""
+    """H17: SIGKILL to the worker alone; its job ends while children run. What is left goes with Slurm, or a sweep."""
     seconds, seen = f"{random.randint(10**4, 10**6)}", folder / "seen"
     first = [jobs.submit(stage, "-w", "n1") for stage in ("init", "run", "eval")]
     async with RolloutClient(config=config) as client:

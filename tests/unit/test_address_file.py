@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pipeline import address_file, config as settings, server
-from pipeline.address_file import Address, file_of, publish, read
+from pipeline.address_file import Address, file_of, last_epoch, publish, read, withdraw
 from pipeline.config import Config
 from pipeline.errors import ConfigError, RedisUnavailable
 
@@ -66,6 +66,15 @@ def test_a_later_version_may_say_more(file: Path) -> None:
 def test_no_file_says_what_starts_a_redis(file: Path) -> None:
     with pytest.raises(RedisUnavailable, match=r"no Redis has published its address in .*: `rollout slurm up` starts"):
         read(file)
+
+
+def test_a_line_that_is_down_says_so_and_keeps_its_epoch(file: Path) -> None:
+    assert last_epoch(file) == 0
+    publish(file, Address(**WHOLE))
+    withdraw(file, Address(**WHOLE))
+    with pytest.raises(RedisUnavailable, match=r"the line is down: its Redis \(job 99\) ended in good order at 20"):
+        read(file)
+    assert last_epoch(file) == 4 and "s3cret" not in file.read_text()
 
 
 @pytest.mark.parametrize(

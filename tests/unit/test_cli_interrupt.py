@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -36,6 +38,21 @@ def test_another_signal_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
         interrupt.run(stubborn(0, signal.SIGTERM), (signal.SIGINT, signal.SIGTERM))
     assert caught.value.number == signal.SIGTERM
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_command_that_is_still_being_loaded_ends_with_a_word() -> None:
+    script = """
+import sys
+class Interrupts:
+    def find_spec(self, name, path=None, target=None):
+        if name == "workers.cli.app":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupts())
+from workers.cli import main
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (130, "\nError: interrupted\n")
 
 
 def test_results_and_errors_pass() -> None:

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from pipeline.errors import ConfigError
-from pipeline.meeting import InFolder, Meeting, beside
-from workers.doctor_cluster import Step, step, tasks_per_node
-from workers.doctor_matrix import Seen, findings, grouped, reach, table
-from workers.doctor_node import Listener, call, same_folder
+from workers.doctor import node
+from workers.doctor.cluster import Step, step, tasks_per_node
+from workers.doctor.matrix import Seen, findings, grouped, reach, table
+from workers.doctor.meeting import InFolder, Meeting, beside
+from workers.doctor.node import Listener, ask, call, same_folder
 
 STEP = {
     "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "2", "SLURM_NNODES": "3", "SLURM_STEP_NUM_NODES": "3",
@@ -208,16 +209,27 @@ async def test_a_wrong_answerer_is_no_node() -> None:
     assert (await call(right)).error == f"127.0.0.1 port {mine.port} refuses"
 
 
-async def test_a_change_in_the_folder_is_seen_and_another_folder_is_not_the_same(tmp_path: Path) -> None:
-    listener = Listener()
+async def test_a_change_in_the_folder_is_seen_and_another_folder_is_not_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node, "SAME_SECONDS", 1.0)
+    listener, elsewhere = Listener(tmp_path / "doctor-7"), Listener(tmp_path / "another")
     await listener.open("127.0.0.1")
+    await elsewhere.open("127.0.0.1")
     peer = {"address": "127.0.0.1", "port": listener.port, "nonce": listener.nonce}
     nobody = {**peer, "address": "127.0.0.2"}
+    away = {**peer, "port": elsewhere.port}
+    (tmp_path / "secret").write_text("x")
     try:
-        found = await same_folder({"1": peer, "2": nobody}, tmp_path / "doctor-7")
-        assert list(found) == ["1"] and 0 <= found["1"] < 30, "who can't be reached is not asked"
+        reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
+        assert await ask(reader, writer, f"look 0.1 x {tmp_path / 'secret'}") != "seen", "it tells of no other file"
+        writer.close()
+        found = await same_folder({"1": peer, "2": nobody, "3": away}, InFolder(tmp_path, "7"))
+        assert list(found) == ["1", "3"] and 0 <= found["1"] < 30, "who can't be reached is not asked"
+        assert found["3"] == "a file that another node wrote is not there (No such file or directory)"
     finally:
         await listener.close()
+        await elsewhere.close()
 
 
 async def test_they_meet_in_the_place_that_works(tmp_path: Path) -> None:

@@ -149,6 +149,11 @@ def test_a_frozen_holder_has_lost_it_when_it_wakes(path: Path) -> None:
             process.kill()
 
 
+def test_a_folder_that_takes_nothing_is_said_after_a_lease(path: Path) -> None:
+    with pytest.raises(OSError, match="No such file"):
+        FolderLock(path.parent / "away" / "lock", ABOUT, 0.2).take(wait=3600.0)
+
+
 def test_it_is_lost_after_half_a_lease_without_a_renewal(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lock = FolderLock(path, ABOUT, LEASE)
     assert lock.take(wait=0)

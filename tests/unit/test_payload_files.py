@@ -20,7 +20,15 @@ from pipeline.audit import audit
 from pipeline.builder import TrajectoryBuilder
 from pipeline.config import Config
 from pipeline.envelope import SCHEMA, Payload, encode_compressed
-from pipeline.errors import ConfigError, EnvelopeError, MemoryHigh, PayloadFilesAway, QueueFull, TaskError
+from pipeline.errors import (
+    ConfigError,
+    EnvelopeError,
+    MemoryHigh,
+    PayloadFilesAway,
+    PayloadFolderAway,
+    QueueFull,
+    TaskError,
+)
 from pipeline.leases import Claim
 from pipeline.payload_files import MAGIC, PayloadFiles, Reference, reference_in
 from pipeline.payload_sweep import sweep
@@ -549,16 +557,23 @@ async def test_of_a_popped_batch_only_the_damaged_one_is_failed(queue: Queue, fo
     assert files(folder) == []
 
 
-@pytest.mark.parametrize("elsewhere", ["not set", "another folder", "not mounted"])
+@pytest.mark.parametrize("elsewhere", ["not set", "another folder", "not mounted", "no way in"])
 async def test_a_machine_that_sees_no_files_does_not_take_them_for_lost(
     queue: Queue, tmp_path: Path, elsewhere: str
 ) -> None:
     claim = await claimed(queue)
     await written(queue, claim)
-    (tmp_path / "another").mkdir()
-    place = {"not set": "", "another folder": str(tmp_path / "another"), "not mounted": str(tmp_path / "none")}
+    home = await queue.home()
+    assert home is not None
+    for name in ("another", "closed"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "closed" / home.name).touch()  # root may look into any folder, but into no file
+    place = {
+        "not set": "", "another folder": str(tmp_path / "another"), "not mounted": str(tmp_path / "none"),
+        "no way in": str(tmp_path / "closed"),
+    }  # fmt: skip
     blind = other(queue, queue.config.changed({"payload.dir": place[elsewhere]}))
-    with pytest.raises(PayloadFilesAway, match="payload.dir"):
+    with pytest.raises(PayloadFolderAway, match="payload.dir"):
         await blind.read_payload(claim.id, claim.token)
 
 

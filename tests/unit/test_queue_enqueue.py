@@ -141,6 +141,20 @@ async def test_the_same_claim_sent_again_gets_the_same_leases(queue: Queue) -> N
     assert len(await queue.claim("init", 9, "w")) == 3
 
 
+async def test_a_claim_that_arrives_after_the_next_one_gets_nothing(queue: Queue) -> None:
+    """Its worker gave that connection up: such a lease would run out in nobody's hands, and cost an attempt."""
+    await line.put(queue, samples=3)
+    early, late = queue.nonce(), queue.nonce()
+    assert await queue.claim("init", 0, "w", early) == []  # the repetition was answered
+    (mine,) = await queue.claim("init", 1, "w", late)
+
+    assert await queue.claim("init", 2, "w", early) == []
+    assert await queue.claim("init", 1, "w", late) == [mine], "it sends its last one again"
+    other = Queue(queue.redis, queue.config)
+    assert len(await queue.claim("init", 1, "w", other.nonce())) == 1, "a new process of the same name"
+    assert await queue.execute("ZCARD", queue.key("lease", "init")) == 2
+
+
 async def test_a_claim_sent_again_omits_what_is_no_longer_held(queue: Queue) -> None:
     await line.put(queue, samples=2)
     first, second = await queue.claim("init", 2, "w", "nonce")

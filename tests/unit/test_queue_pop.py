@@ -35,6 +35,18 @@ async def test_the_same_pop_sent_again_gets_the_same(queue: Queue) -> None:
     assert len(await queue.pop("train", 9, "t", 60)) == 1
 
 
+async def test_a_pop_that_arrives_after_the_next_one_gets_nothing(queue: Queue) -> None:
+    await line.put(queue, "a")
+    await line.put(queue, "b")
+    early, late = queue.nonce(), queue.nonce()
+    assert await queue.pop_groups("train", 1, "t", 60, late) == await queue.pop("train", 1, "t", 60, late) == []
+    await line.through(queue, 2)
+
+    assert await queue.pop("train", 1, "t", 60, early) == []
+    assert await queue.pop_groups("train", 1, "t", 60, early) == []
+    assert len(await queue.pop("train", 2, "t", 60, queue.nonce())) == 2
+
+
 async def test_an_ack_forgets_the_rollout_and_leaves_a_tombstone(queue: Queue) -> None:
     (id,) = await line.put(queue)
     await line.through(queue, payload=b"data")

@@ -111,6 +111,11 @@ def test_a_controller_that_is_away_is_told_apart(err: str, slurm: Path) -> None:
         calls.rows("0a1b2c3d")
 
 
+def test_what_had_ended_is_not_worth_waiting_for(slurm: Path) -> None:
+    say(slurm, "squeue", err="slurm_load_jobs error: Socket timed out on send/recv operation", code=1)
+    assert calls.over("0a1b2c3d") == []
+
+
 def test_a_command_that_hangs_is_given_up(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls, "LONGEST", 0.2)
     (slurm / "squeue").write_text("#!/bin/bash\nexec sleep 60\n")
@@ -146,6 +151,17 @@ def test_many_tasks_are_ended_in_several_calls(slurm: Path) -> None:
     assert not (slurm / "scancel.words").exists()
     calls.cancel([str(number) for number in range(401)])
     assert len(words(slurm, "scancel")) == 401
+
+
+def test_one_reason_of_several_kinds_is_said_once() -> None:
+    def refused(kind: str, why: str) -> str:
+        return f"sbatch refused the {kind} jobs: {why} (slurm.partition or slurm.{kind}.partition names it)"
+
+    told = {"init": refused("init", "no such"), "run": refused("run", "no such"), "eval": refused("eval", "closed")}
+    assert calls.together(told) == [
+        "sbatch refused the init, run jobs: no such (slurm.partition or slurm.KIND.partition names it)",
+        told["eval"],
+    ]
 
 
 def test_no_slurm_here_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -144,6 +144,16 @@ def test_a_kind_whose_tasks_end_at_once_is_tried_ever_more_slowly() -> None:
     assert here.struck["run"].count == 8
 
 
+def test_tasks_of_one_try_are_one_failure_however_far_apart_they_end() -> None:
+    _, here = plan(state(run=3), [quick("1_1"), row("1_2", used=5.0), row("1_3", used=5.0)], NOW)
+    _, here = plan(here, [quick("1_1"), quick("1_2"), row("1_3", used=9.0)], NOW + 4)
+    _, here = plan(here, [quick("1_1"), quick("1_2"), quick("1_3")], NOW + 8)
+    assert (here.struck["run"].count, here.struck["run"].until) == (1, NOW + 30)
+    made, here = plan(here, [quick(f"1_{task}") for task in (1, 2, 3)], NOW + 30)
+    assert made.submit == {"run": 3}
+    assert plan(here, [quick("2_1")], NOW + 35)[1].struck["run"].count == 2
+
+
 def test_it_is_trusted_again_once_a_later_task_works() -> None:
     _, struck = plan(state(run=2), [quick("1_1"), row("1_2", used=500.0)], NOW)
     assert struck.struck["run"].count == 1  # that one was there before

@@ -10,7 +10,7 @@ import pytest
 
 from pipeline.config import Config
 from workers.slurm import state as states, status, tails
-from workers.slurm.bring_up import lack
+from workers.slurm.bring_up import NotUp, Wait, lack
 from workers.slurm.jobs import Jobs, Step
 from workers.slurm.keeper import KeeperThread
 from workers.slurm.plan import Plan
@@ -95,6 +95,47 @@ def test_why_a_kind_is_not_there(tmp_path: Path) -> None:
     (jobs.logs / f"line-run-{TAG}-1_1.out").write_text("a\nError: no bubblewrap\n")
     assert "Error: no bubblewrap" in why("run", [row("1_1")])
     assert "Error: no bubblewrap" in why("run", [row("1_1", state="FAILED")])
+
+
+def test_tasks_that_failed_alike_are_one_sentence(tmp_path: Path) -> None:
+    failed = [row(f"{number}_1", state="FAILED", used=2.0) for number in range(10, 18)]
+    for item in failed[1:]:
+        tails.path_of(item, tmp_path).write_text("no program\n")
+    never = row("9_1", state="FAILED", used=0.0, node="")
+    told = status.sentences(status.report(state(run=0), [*failed, never], Live(), tmp_path))
+    assert told == [
+        "run 13_1, run 14_1, run 15_1, run 16_1, run 17_1 and 2 more ended as FAILED: no program",
+        "run 9_1, run 10_1 ended as FAILED, and wrote nothing",
+    ]
+    (only,) = status.sentences(status.report(state(run=0), [never], Live(), tmp_path))
+    assert only == "run 9_1 ended as FAILED after 0.00 s, and wrote nothing"
+
+
+def test_what_failed_is_said_once_and_nothing_of_what_failed_before(tmp_path: Path) -> None:
+    rows = [row("1_1", state="FAILED", used=2.0), *(row(f"2_{number}", state="FAILED", used=2.0) for number in (1, 2))]
+    for item in rows:
+        tails.path_of(item, tmp_path / "logs").parent.mkdir(exist_ok=True)
+        tails.path_of(item, tmp_path / "logs").write_text("boom\n")
+
+    class Stands(Jobs):
+        def step(self) -> Step:
+            found = step(list(rows), init=1, run=1)
+            for kind in ("init", "run"):
+                found.refused[kind] = f"sbatch refused the {kind} jobs: no"
+            return found
+
+    said: list[str] = []
+    wait = Wait(
+        jobs=Stands(tmp_path, 1.0),
+        changes=0,
+        timeout=60.0,
+        look=Live,
+        say=said.append,
+        old=frozenset({"1_1"}),
+    )
+    with pytest.raises(NotUp, match="is not up:\n  init: sbatch refused it\n  run: sbatch refused it\nWhat was"):
+        wait.until_up()
+    assert said == ["sbatch refused the init, run jobs: no", "run 2_1, run 2_2 ended as FAILED: boom"]
 
 
 def test_logs_by_kind_job_and_task(tmp_path: Path) -> None:

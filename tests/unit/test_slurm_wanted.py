@@ -73,6 +73,13 @@ def test_up_takes_the_settings_anew_and_keeps_who_is_on_its_way_out(tmp_path: Pa
     assert wanted.resized(None, first) == wanted.resized(first.sized(dict.fromkeys(KINDS, 0)), again) == []
 
 
+def test_who_asks_for_what_is_wanted_already_changes_nothing(tmp_path: Path) -> None:
+    """Two people, or two shells, say `up` at once: both wait for the same jobs."""
+    first = wanted.state_of(config(tmp_path), None, {}, [])
+    again = wanted.state_of(config(tmp_path), replace(first, seen=["1_1"]), {}, [])
+    assert again.changes == first.changes and again.seen == ["1_1"]
+
+
 def test_two_lines_do_not_share_a_folder(tmp_path: Path) -> None:
     first = wanted.state_of(config(tmp_path), None, {}, [])
     with pytest.raises(ConfigError, match=r"belongs to the line 'rollout'.* is 'mine': give each line a folder"):

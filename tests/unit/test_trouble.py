@@ -48,3 +48,17 @@ def test_a_delivery_shows_that_the_lane_was_not_idle(
         "nothing is in flight",
         "that is over, after 2 s: nothing is in flight",
     ]
+
+
+async def test_workers_that_can_not_read_the_payload_files_are_told(
+    queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def memory() -> tuple[int, int]:  # fakeredis does not know INFO
+        return 0, 0
+
+    monkeypatch.setattr(queue, "memory", memory)
+    await line.put(queue)
+    await queue.beat("w", {"stage": "init", "running": 0, "blind": True}, [])
+    assert "payload.dir" in (await trouble.troubles(queue, "train", "me"))["workers:init"]
+    await queue.beat("v", {"stage": "init", "running": 0, "blind": False}, [])
+    assert "workers:init" not in await trouble.troubles(queue, "train", "me")

@@ -19,9 +19,14 @@ def main() -> None:
     if hidden:
         print(f"Error: {hidden}", file=sys.stderr)
         sys.exit(1)
-    from workers.cli.app import rollout
+    try:  # from a shared file system this may take seconds
+        from workers.cli.app import rollout
+        from workers.cli.base import Settings
+    except KeyboardInterrupt:
+        print("\nError: interrupted", file=sys.stderr)
+        sys.exit(130)  # as base.INTERRUPTED, which may not be there yet
 
-    rollout(prog_name="rollout")
+    rollout(prog_name="rollout", obj=Settings(own_process=True))
 
 
 def hiding() -> str:

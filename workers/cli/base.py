@@ -39,6 +39,9 @@ class Settings:
     file: Path | None = None
     overrides: list[str] = field(default_factory=list)
     level: str = ""
+    own_process: bool = False
+    """Whether this process is the command's alone. Only its entry point says so: whoever calls a command from Python (a
+    test, a trainer) has children of its own."""
     _config: Config | None = None
 
     def config(self) -> Config:

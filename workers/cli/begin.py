@@ -235,21 +235,22 @@ def doctor(ctx: click.Context, cluster: bool, as_json: bool) -> None:
 
 def _cluster(ctx: click.Context, as_json: bool) -> list[Finding]:
     """What the node that reports has to say; nothing on the others. Ends the command where srun does it all."""
-    from workers import doctor_cluster, doctor_matrix, view
+    from workers import view
+    from workers.doctor import cluster, matrix
 
-    here = doctor_cluster.step(os.environ, doctor_cluster.hostnames)
+    here = cluster.step(os.environ, cluster.hostnames)
     if here is None:
-        ctx.exit(doctor_cluster.by_srun(os.environ, sys.argv[1:]))
-    seen = asyncio.run(doctor_cluster.examine(settings(ctx).config(), here))
+        ctx.exit(cluster.by_srun(os.environ, sys.argv[1:]))
+    seen = asyncio.run(cluster.examine(settings(ctx).config(), here))
     if seen is None:
         return []
-    found = doctor_matrix.findings(seen)
+    found = matrix.findings(seen)
     if as_json:
         nodes = {seen.name(rank): {**about, "nonce": ""} for rank, about in seen.hellos.items()}
-        say({"nodes": nodes, "reach": doctor_matrix.reach(seen), "findings": [asdict(item) for item in found]})
+        say({"nodes": nodes, "reach": matrix.reach(seen), "findings": [asdict(item) for item in found]})
         return found
-    if len(seen.names) <= doctor_matrix.WIDEST:
-        view.show_table(*doctor_matrix.table(seen))
+    if len(seen.names) <= matrix.WIDEST:
+        view.show_table(*matrix.table(seen))
         click.echo()
     _show_findings(found)
     return found

@@ -206,6 +206,7 @@ def _state(item: dict[str, Any]) -> str:
     if item.get("outdated"):
         return "too old for the line's schema: upgrade it"
     said = [name for name in ("stopping", "stalled", "memory_high") if item.get(name)]
+    said += ["payload.dir is away"] if item.get("blind") else []
     if item.get("stopping") and item.get("why_stopping"):
         said[0] = f"stopping ({item['why_stopping']})"
     return ", ".join([*said, *([item["paused"]] if item.get("paused") else [])]) or "serving"

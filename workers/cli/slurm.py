@@ -90,13 +90,16 @@ def up(ctx: click.Context, printed: bool, timeout: float, as_json: bool) -> None
     before = states.read(jobs.folder)
 
     def made(known: State | None) -> State:
+        """Nothing that ended before speaks against what is wanted now."""
         state = wanted.state_of(config, known, os.environ, overrides)
-        return replace(state, seen=calls.over(state.tag)) if known is None else state
+        return replace(state, seen=sorted({*state.seen, *calls.over(state.tag)}))
 
     state = jobs.change(made)
     for sentence in wanted.resized(before, state):
         _told(sentence)
-    wait = Wait(jobs=jobs, changes=state.changes, timeout=timeout, look=look_of(config), say=_told)
+    wait = Wait(
+        jobs=jobs, changes=state.changes, timeout=timeout, look=look_of(config), say=_told, old=frozenset(state.seen)
+    )
     step, found = wait.until_up()
     _show(status.report(step.state, step.rows, found, jobs.logs), as_json)
 
@@ -159,6 +162,8 @@ def scale(ctx: click.Context, kind: str, number: int, as_json: bool) -> None:
 
     Too many: those that wait are cancelled, then those that would end soonest are told to end (nothing is lost).
     """
+    from workers.slurm import calls
+
     settings(ctx).logs()
     config = settings(ctx).config()
     if kind == "vllm" and number and not config.slurm.vllm.model:
@@ -166,7 +171,13 @@ def scale(ctx: click.Context, kind: str, number: int, as_json: bool) -> None:
     jobs = jobs_of(config)
     before = jobs.state().wanted(kind)
     jobs.change(lambda _: jobs.state().sized({kind: number}))
-    step = jobs.step()
+    try:
+        step = jobs.step()
+    except calls.SlurmAway as error:
+        raise calls.SlurmAway(
+            f"{kind}: {before} -> {number} is noted, and not done yet: {error}. The maint task does it as soon as it "
+            "can, or this command again"
+        ) from None
     if as_json:
         submitted = {name: {"tasks": count, "jobs": ids} for name, (count, ids) in step.submitted.items()}
         say({"kind": kind, "before": before, "wanted": number, "submitted": submitted, "refused": step.refused,

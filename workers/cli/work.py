@@ -65,11 +65,12 @@ def work(
         config = config.changed({"handlers.load": [*config.handlers.load, *handlers]})
     if metrics is not None:
         config = config.changed({"workers.metrics_port": metrics})
-    ctx.exit(asyncio.run(_serve(config, Stage(stage), slots, burst, tied)))
+    own = settings(ctx).own_process
+    ctx.exit(asyncio.run(_serve(config, Stage(stage), slots, burst, tied, own)))
 
 
-async def _serve(config: Config, stage: Stage, slots: int | None, burst: bool, tied: bool) -> int:
-    """Run the worker; the exit code."""
+async def _serve(config: Config, stage: Stage, slots: int | None, burst: bool, tied: bool, own: bool) -> int:
+    """Run the worker; the exit code. `own`: this process is the worker's alone."""
     from workers.loop import Worker
 
     worker = Worker(config, stage, slots or getattr(config.workers, stage.value).slots, burst=burst)
@@ -87,13 +88,14 @@ async def _serve(config: Config, stage: Stage, slots: int | None, burst: bool, t
     try:
         await worker.run()
     finally:
-        _end_leftovers()
+        if own:
+            _end_leftovers()
     return INTERRUPTED if interrupted else 0
 
 
 def _end_leftovers() -> None:
-    """Kill what handlers have started in this process and left: its parent would be the machine's first process, where
-    Slurm without cgroups does not look for it."""
+    """Kill what handlers have started and left below this process, which is the worker's alone: its parent would be the
+    machine's first process, where Slurm without cgroups does not look for it."""
     from workers.sandbox import processes
 
     left = processes.descendants(os.getpid())

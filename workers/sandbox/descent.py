@@ -27,7 +27,14 @@ def below(*roots: int) -> dict[int, Process]:
 
 
 def near() -> dict[int, Process]:
-    """What this process may have started, by pid: all below it, and what an ancestor got whose own parent ended."""
+    """What this process may have started, by pid: all below it, and what an ancestor got whose own parent ended.
+
+    Looked at twice, since one look may leave somebody out while others end.
+    """
+    return _near() | _near()
+
+
+def _near() -> dict[int, Process]:
     handed: list[int] = []
     ancestor = os.getppid()
     while ancestor > 0:

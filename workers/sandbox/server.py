@@ -17,6 +17,7 @@ from aiohttp import web
 from pipeline import wire
 from pipeline.errors import ConfigError, EnvelopeError, LineError, RedisUnavailable, SandboxGone
 from pipeline.queue import Queue
+from workers.address import bracketed
 from workers.sandbox import replies
 from workers.sandbox.live import Live
 from workers.sandbox.replies import KEY_HEADER, NAME_HEADER, VERSION, Fenced
@@ -76,8 +77,8 @@ class Server:
                 raise ConfigError(
                     f"sandbox.listen = {self._listen}: this machine can't listen there: {error}"
                 ) from error
-            host = f"[{self._listen}]" if ":" in self._listen else self._listen
-            address |= {"tcp": f"{host}:{self._tcp.sockets[0].getsockname()[1]}", "tls": identity.fingerprint}
+            port = self._tcp.sockets[0].getsockname()[1]
+            address |= {"tcp": f"{bracketed(self._listen)}:{port}", "tls": identity.fingerprint}
         return address
 
     def _stranger(self) -> asyncio.Protocol:

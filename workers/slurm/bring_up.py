@@ -6,7 +6,7 @@ Neither needs the keeper: they take the same steps, and it takes its turns with 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from pipeline.config_slurm import KINDS
@@ -36,16 +36,21 @@ class NotUp(LineError):
 
 @dataclass(kw_only=True)
 class Wait:
-    """Waiting for the jobs of a line. `say`: told each sentence once; `look`: at the line itself; times in seconds."""
+    """Waiting for the jobs of a line. `say`: told each sentence once; `look`: at the line itself; times in seconds.
+
+    `old`: tasks that had ended before; nothing is said of them.
+    """
 
     jobs: Jobs
     changes: int
     timeout: float
     look: Callable[[], Live]
     say: Callable[[str], None]
+    old: frozenset[str] = frozenset()
     _began: float = field(default_factory=time.monotonic)
     _looks: int = 0
     _said: set[str] = field(default_factory=set)
+    _failures: set[tuple[str, str]] = field(default_factory=set)
     _away: str = ""
 
     def until_up(self) -> tuple[Step, Live]:
@@ -58,11 +63,9 @@ class Wait:
             self._tell_failures(step)
             hopeless = [kind for kind in lacks if _hopeless(kind, step)]
             if hopeless or self.late():
-                said = "; ".join(lacks[kind] for kind in hopeless or lacks) or self._away
+                said = _listed(lacks[kind] for kind in hopeless or lacks) or f"\n  {self._away}"
                 after = "" if hopeless else f" after {self.timeout:g} s"
-                raise NotUp(
-                    f"the line is not up{after}: {said}. What was submitted stays; `rollout slurm status` looks"
-                )
+                raise NotUp(f"the line is not up{after}:{said}\nWhat was submitted stays; `rollout slurm status` looks")
             self.pause()
 
     def until_gone(self, kinds: set[str]) -> None:
@@ -87,6 +90,7 @@ class Wait:
             return None
         for sentence in step.said():
             self._once(sentence)
+        step.rows = [row for row in step.rows if row.id not in self.old]
         if step.state.changes != self.changes:
             raise NotUp(
                 "somebody else changed what is wanted meanwhile (`rollout slurm up`, `scale` or `down`): this one ends"
@@ -106,8 +110,12 @@ class Wait:
             self.say(sentence)
 
     def _tell_failures(self, step: Step | None) -> None:
-        for item in status.failed(step.state, step.rows, self.jobs.logs) if step else []:
-            self._once(f"{item['kind']} {item['id']} ended as {item['state']} on {item['node']}: {item['last']}")
+        """Once for all tasks that ended with the same words."""
+        failed = status.failed(step.state, step.rows, self.jobs.logs) if step else []
+        for key, items in status.alike(failed).items():
+            if key not in self._failures:
+                self._failures.add(key)
+                self.say(status.failure(items))
 
 
 def lack(kind: str, step: Step, found: Live, jobs: Jobs) -> str:
@@ -115,7 +123,7 @@ def lack(kind: str, step: Step, found: Live, jobs: Jobs) -> str:
     if not step.state.wanted(kind):
         return ""
     if kind in step.refused:
-        return step.refused[kind]
+        return f"{kind}: sbatch refused it"
     own = [row for row in step.rows if row.kind == kind and not row.over and row.id not in step.state.draining]
     running = [row for row in own if row.runs]
     if kind == "maint":
@@ -138,12 +146,21 @@ def _reason(kind: str, step: Step, running: list[Row], found: Live, jobs: Jobs) 
         if not path.exists():
             return f"task {running[-1].id} runs, but {path} is not there: does {running[-1].node} see that folder?"
         end = "\n  ".join(tails.tail(path, LOG_LINES))
-        return f"task {running[-1].id} runs, but is not in the line yet; the end of {path}:\n  {end}\n"
+        return f"task {running[-1].id} runs, but is not in the line yet; the end of {path}:\n  {end}"
     over = [row for row in step.rows if row.kind == kind and row.state in status.FAILED]
     end = "\n  ".join(tails.tail(tails.path_of(over[-1], jobs.logs), LOG_LINES)) if over else ""
-    return "; ".join(told.why) + (f"; the end of {over[-1].id}'s log:\n  {end}\n" if end else "") or (
+    return "; ".join([*told.why, *([f"the end of {over[-1].id}'s log:\n  {end}"] if end else [])]) or (
         "submitted a moment ago" if kind in step.submitted else "not submitted yet"
     )
+
+
+def _listed(lacks: Iterable[str]) -> str:
+    """One a line; what ends several logs is shown once."""
+    lines, shown = "", set[str]()
+    for head, _, end in (lack.partition("\n") for lack in lacks):
+        lines += f"\n  {head}" + (" as above" if end in shown else f"\n  {end}".replace("\n", "\n  ") if end else "")
+        shown |= {end} if end else set()
+    return lines
 
 
 def _hopeless(kind: str, step: Step | None) -> bool:

@@ -92,8 +92,11 @@ def rows(tag: str) -> list[Row]:
 
 
 def over(tag: str) -> list[str]:
-    """Ids of the line's tasks that have ended, and that Slurm still knows. Raises SlurmError, SlurmAway."""
-    return [row.id for row in rows(tag) if row.over]
+    """Ids of the line's tasks that have ended, as far as Slurm still knows or can be asked. Raises SlurmError."""
+    try:
+        return [row.id for row in rows(tag) if row.over]
+    except SlurmAway:  # whoever asks waits for it later
+        return []
 
 
 def submit(kind: str, text: str, count: int, environment: Mapping[str, str], folder: Path) -> list[str]:
@@ -155,6 +158,18 @@ def _call(
     if AWAY.search(said):
         raise SlurmAway(f"Slurm's controller does not answer: {said}")
     raise SlurmError(f"{program} refused{f' the {kind} jobs' if kind else ''}: {said}{_hint(said, kind)}")
+
+
+def together(refused: Mapping[str, str]) -> list[str]:
+    """The sentences by kind that sbatch was refused with; one for kinds that were refused for the same reason."""
+    same: dict[str, list[str]] = {}
+    for kind, sentence in refused.items():
+        common = sentence.replace(f"the {kind} jobs", "the KIND jobs").replace(f"slurm.{kind}.", "slurm.KIND.")
+        same.setdefault(common, []).append(kind)
+    return [
+        refused[kinds[0]] if len(kinds) == 1 else sentence.replace("the KIND jobs", f"the {', '.join(kinds)} jobs")
+        for sentence, kinds in same.items()
+    ]
 
 
 def _slurm_conf() -> dict[str, str]:

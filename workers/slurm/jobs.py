@@ -50,7 +50,7 @@ class Step:
         lines += [f"{named(self.plan.cancel)}: cancelled"] if self.plan.cancel else []
         lines += [f"{named(self.plan.drain)}: told to end"] if self.plan.drain else []
         lines += [f"{named(self.plan.kill)}: did not end in time, cancelled"] if self.plan.kill else []
-        return [*lines, *self.refused.values()]
+        return [*lines, *calls.together(self.refused)]
 
 
 class Jobs:
@@ -65,8 +65,13 @@ class Jobs:
         return self.folder / "logs"
 
     def state(self) -> State:
-        """Raises ConfigError where nothing was ever submitted from this folder."""
+        """Raises ConfigError where nothing was ever submitted from this folder, or it is away."""
         known = states.read(self.folder)
+        if known is None and not self.folder.is_dir():
+            raise ConfigError(
+                f"the line's folder {self.folder} is not there: is its file system mounted here? `rollout slurm up` "
+                "makes a new one"
+            )
         if known is None:
             raise ConfigError(f"no jobs are wanted in {self.folder}: `rollout slurm up` submits them")
         return known

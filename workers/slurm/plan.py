@@ -77,7 +77,7 @@ def _remembered(state: State, rows: Sequence[Row], now: float) -> State:
 
 
 def _judged(state: State, rows: Sequence[Row], kind: str, now: float) -> State:
-    """With the kind struck for each look that finds new quick ends; one task that works ends that."""
+    """With the kind struck once for each try whose tasks end quickly; one task that works ends that."""
     struck = dict(state.struck)
     last = struck.get(kind)
     if last and any(row.runs and row.used >= QUICK and now - row.used > last.at for row in rows):
@@ -93,7 +93,9 @@ def _judged(state: State, rows: Sequence[Row], kind: str, now: float) -> State:
     known = {row.job for row in rows}
     worked = {row.job for row in rows if row.over or row.used >= QUICK}
     forgotten = [job for job, its in state.young.items() if its == kind and job not in known]
-    if (quick or forgotten) and state.wanted(kind):
+    # Until then nothing of the kind is submitted: what ends meanwhile is of the same try, however many tasks it had.
+    same_try = last is not None and now < last.until
+    if (quick or forgotten) and state.wanted(kind) and not same_try:
         ended = _ended(quick[-1]) if quick else f"{forgotten[-1]}, which Slurm has forgotten already"
         struck[kind] = strike(last, now, f"its tasks end as soon as they start (the last one: {ended})")
     young = {job: its for job, its in state.young.items() if job not in forgotten and job not in worked}

@@ -9,12 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import secrets
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from pipeline.errors import ConfigError
+from pipeline.whole_file import write_whole
 
 NAME = "slurm.json"
 
@@ -116,14 +116,7 @@ def _parsed(told: dict[str, Any]) -> State:
 def write(folder: Path, state: State) -> None:
     """Put it in the place of the one before. Raises ConfigError."""
     path = folder / NAME
-    draft = folder / f".{NAME}.{secrets.token_hex(6)}"
     try:
-        handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with open(handle, "w", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(state), indent=1) + "\n")
-            file.flush()
-            os.fsync(handle)
-        draft.replace(path)
+        write_whole(path, json.dumps(asdict(state), indent=1) + "\n")
     except OSError as error:
-        draft.unlink(missing_ok=True)
         raise ConfigError(f"{path} can't be written: {error.strerror}") from None

@@ -23,7 +23,7 @@ from workers.view import seconds
 FAILED = frozenset({"FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE", "LAUNCH_FAILED"})
 COLUMNS = ("kind", "wanted", "run", "wait", "near their end", "told to end", "live workers", "busy", "why")
 SHOWN = 5
-"""Failed jobs that are shown, the latest first."""
+"""Ways in which tasks failed that are shown, and tasks of each, the latest first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +112,24 @@ def failed(state: State, rows: Sequence[Row], logs: Path) -> list[dict[str, Any]
     ]  # fmt: skip
 
 
+def alike(failed: Sequence[dict[str, Any]]) -> dict[tuple[str, str], list[dict[str, Any]]]:
+    """Tasks of `failed`, by state and last words; those that wrote nothing by kind."""
+    same: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for item in failed:
+        same.setdefault((item["state"], item["last"] or item["kind"]), []).append(item)
+    return same
+
+
+def failure(items: Sequence[Mapping[str, Any]]) -> str:
+    """Tasks that ended alike, the latest first, as a sentence."""
+    first = items[0]
+    names = ", ".join(f"{item['kind']} {item['id']}" for item in reversed(items[:SHOWN]))
+    names += f" and {len(items) - SHOWN} more" if len(items) > SHOWN else ""
+    last = f": {first['last']}" if first["last"] else ", and wrote nothing"
+    about = f" after {seconds(first['seconds'])}" + (f" on {first['node']}" if first["node"] else "")
+    return f"{names} ended as {first['state']}{about if len(items) == 1 else ''}{last}"
+
+
 def kept(rows: Sequence[Row], state: State) -> bool:
     """Whether a maintenance task runs that replaces what ends."""
     return any(row.kind == "maint" and row.runs for row in rows) or not any(map(state.wanted, state.kinds))
@@ -155,11 +173,7 @@ def sentences(told: Mapping[str, Any]) -> list[str]:
         lines.append(
             "nothing replaces what ends: no maint task runs (slurm.maint.jobs; or `rollout slurm keep` on a login node)"
         )
-    for item in told["failed"][:SHOWN]:
-        last = f": {item['last']}" if item["last"] else ", and wrote nothing"
-        where = f" on {item['node']}" if item["node"] else ""
-        lines.append(
-            f"{item['kind']} {item['id']} ended as {item['state']} after {seconds(item['seconds'])}{where}{last}"
-        )
-    more = len(told["failed"]) - SHOWN
-    return [*lines, f"and {more} more that failed"] if more > 0 else lines
+    ways = list(alike(told["failed"]).values())
+    lines += map(failure, ways[:SHOWN])
+    more = sum(map(len, ways[SHOWN:]))
+    return [*lines, f"and {more} more that failed"] if more else lines

@@ -130,8 +130,13 @@ def state_of(config: Config, known: State | None, environ: Mapping[str, str], ov
         completing=known.completing,
         seen=known.seen,
         young=known.young,
-        changes=known.changes + 1,
+        changes=known.changes + (not _same(known, fresh)),
     )
+
+
+def _same(known: State, fresh: State) -> bool:
+    """Whether an `up` asks for what is wanted already: whoever waits for that may go on."""
+    return (known.kinds, known.environment, known.overlap) == (fresh.kinds, fresh.environment, fresh.overlap)
 
 
 def resized(before: State | None, after: State) -> list[str]:

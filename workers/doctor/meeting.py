@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import secrets
 import shutil
 import threading
 from collections.abc import Callable, Sequence
@@ -19,6 +17,7 @@ from redis.exceptions import RedisError
 
 from pipeline.errors import LineError
 from pipeline.queue import Queue
+from pipeline.whole_file import write_whole
 
 T = TypeVar("T")
 Note = dict[str, Any]
@@ -69,7 +68,16 @@ class InFolder:
         self.path = folder / f"doctor-{run}"
 
     async def put(self, name: str, note: Note) -> None:
-        await beside(lambda: write_whole(self.path / f"{name}.json", json.dumps(note)), FILE_SECONDS)
+        await self.write(f"{name}.json", json.dumps(note))
+
+    async def write(self, name: str, text: str) -> None:
+        """A file of this folder, which others see whole. Raises OSError, TimeoutError."""
+
+        def work() -> None:
+            self.path.mkdir(mode=0o700, exist_ok=True)
+            write_whole(self.path / name, text)
+
+        await beside(work, FILE_SECONDS)
 
     async def notes(self) -> dict[str, Note]:
         return await beside(self._read, FILE_SECONDS)
@@ -115,20 +123,6 @@ class Meeting:
                 self.places.remove(place)
             self.silent[place.name] = str(error) or f"it does not answer within {FILE_SECONDS:g} s"
             return None
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file that others see whole or not at all. Raises OSError."""
-    path.parent.mkdir(mode=0o700, exist_ok=True)
-    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        with part.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 async def beside(function: Callable[[], T], seconds: float) -> T:

@@ -21,9 +21,9 @@ from redis.exceptions import RedisError
 from pipeline.config import Config
 from pipeline.envelope import SCHEMA
 from pipeline.errors import LineError
-from pipeline.meeting import FILE_SECONDS, beside, write_whole
 from pipeline.queue import Queue
 from workers.address import own_address, reachable_address
+from workers.doctor.meeting import FILE_SECONDS, InFolder, beside
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +33,8 @@ SAME_SECONDS = 10.0
 """For a file that was written before anybody was asked about it."""
 SEEN_SECONDS = 65.0
 """For a file that was replaced; NFS may remember the old one for a minute."""
+SEEN = "seen"
+"""The file by which the nodes find out whether they share a folder."""
 TRIES = 5
 NO_REDIS, NO_FOLDER = "none runs yet", "none is set"
 """What a node says that misses nothing of its own."""
@@ -47,9 +49,11 @@ class Called:
 
 
 class Listener:
-    """Answers the other nodes at the address that this one publishes. `nonce` proves that it is this one."""
+    """Answers the other nodes at the address that this one publishes. `nonce` proves that it is this one; `folder`: the
+    one in which they meet, the only one that it looks into, since anybody may ask."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path | None = None) -> None:
+        self._folder = folder
         self.nonce = secrets.token_hex(8)
         self.port = 0
         self._server: asyncio.Server | None = None
@@ -64,13 +68,13 @@ class Listener:
             self._server.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """`hello TEXT` is answered with the nonce and TEXT; `look SECONDS TEXT PATH` with whether PATH holds TEXT."""
+        """`hello TEXT`: the nonce and TEXT are answered; `look SECONDS TEXT`: whether the folder's SEEN holds TEXT."""
         try:
-            while words := (await reader.readline()).decode("utf-8", "replace").rstrip("\n").split(" ", 3):
+            while words := (await reader.readline()).decode("utf-8", "replace").rstrip("\n").split(" ", 2):
                 if words[0] == "hello" and len(words) == 2:
                     answer = f"{self.nonce} {words[1]}"
-                elif words[0] == "look" and len(words) == 4:
-                    answer = await holds(Path(words[3]), words[2], float(words[1]))
+                elif words[0] == "look" and len(words) == 3 and self._folder is not None:
+                    answer = await holds(self._folder / SEEN, words[2], min(float(words[1]), SEEN_SECONDS))
                 else:
                     break
                 writer.write(f"{answer}\n".encode())
@@ -132,14 +136,14 @@ async def ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, line: 
     return (await reader.readline()).decode("utf-8", "replace").rstrip("\n")
 
 
-async def same_folder(peers: dict[str, dict[str, Any]], folder: Path) -> dict[str, Any]:
-    """For each peer (rank -> hello): s until it saw that a file in `folder` was replaced, or why it did not.
+async def same_folder(peers: dict[str, dict[str, Any]], shared: InFolder) -> dict[str, Any]:
+    """For each peer (rank -> hello): s until it saw that a file in `shared` was replaced, or why it did not.
 
     As with the address of Redis: every node has read the file before, and a new one takes its place. Left out is who
     can't be reached.
     """
-    path, old, new = folder / "seen", secrets.token_hex(8), secrets.token_hex(8)
-    await beside(lambda: write_whole(path, old), FILE_SECONDS)
+    old, new = secrets.token_hex(8), secrets.token_hex(8)
+    await shared.write(SEEN, old)
     replaced = asyncio.Event()
     ready = {rank: asyncio.Event() for rank in peers}
     began = 0.0
@@ -153,12 +157,12 @@ async def same_folder(peers: dict[str, dict[str, Any]], folder: Path) -> dict[st
             ready[rank].set()
             return None
         try:
-            there = await asyncio.wait_for(ask(reader, writer, f"look {SAME_SECONDS} {old} {path}"), SAME_SECONDS * 3)
+            there = await asyncio.wait_for(ask(reader, writer, f"look {SAME_SECONDS} {old}"), SAME_SECONDS * 3)
             ready[rank].set()
             if there != "seen":
                 return f"a file that another node wrote is not there ({there or 'it went away'})"
             await replaced.wait()
-            said = await asyncio.wait_for(ask(reader, writer, f"look {SEEN_SECONDS} {new} {path}"), SEEN_SECONDS * 1.5)
+            said = await asyncio.wait_for(ask(reader, writer, f"look {SEEN_SECONDS} {new}"), SEEN_SECONDS * 1.5)
             spent = time.monotonic() - began
             return round(spent, 3) if said == "seen" else f"{said or 'it went away'}, {SEEN_SECONDS:g} s after"
         except (OSError, TimeoutError) as error:
@@ -170,7 +174,7 @@ async def same_folder(peers: dict[str, dict[str, Any]], folder: Path) -> dict[st
     asked = {rank: asyncio.create_task(one(rank, peer)) for rank, peer in peers.items()}
     for event in ready.values():
         await event.wait()
-    await beside(lambda: write_whole(path, new), FILE_SECONDS)
+    await shared.write(SEEN, new)
     began = time.monotonic()
     replaced.set()
     found = {rank: await task for rank, task in asked.items()}

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from workers.doctor import Finding
-from workers.doctor_node import NO_FOLDER, NO_REDIS
+from workers.doctor.node import NO_FOLDER, NO_REDIS
 from workers.sandbox.images.files import SHARED_DISKS
 
 CLOCK_SECONDS = 5.0

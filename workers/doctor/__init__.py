@@ -99,7 +99,7 @@ async def _redis(config: Config) -> list[Finding]:
     if path is not None and not path.exists():
         return [Finding("redis", "warn", f"none has published its address in {path} yet", "rollout slurm up")]
     if path is not None:
-        read(path)  # RedisUnavailable: it is no address, or can't be read
+        read(path)  # RedisUnavailable: the line is down, it is no address, or can't be read
     config = server.located(config)
     if not config.redis.url:
         text = f"none is set and none runs; {server_files.find_binary()} could be started"
@@ -174,19 +174,19 @@ async def _line(queue: Queue) -> list[Finding]:
 
 
 async def _folder(config: Config) -> list[Finding]:
-    from workers.doctor_folder import findings
+    from workers.doctor.folder import findings
 
     return await findings(config)
 
 
 async def _payload(config: Config) -> list[Finding]:
-    from workers.doctor_payload import findings
+    from workers.doctor.payload import findings
 
     return await findings(config)
 
 
 async def _policy(config: Config) -> list[Finding]:
-    from workers.doctor_policy import findings
+    from workers.doctor.policy import findings
 
     return await findings(config)
 
@@ -203,6 +203,6 @@ async def _handlers(config: Config) -> list[Finding]:
 
 
 async def _sandbox(config: Config) -> list[Finding]:
-    from workers.doctor_sandbox import findings
+    from workers.doctor.sandbox import findings
 
     return await findings(config)

@@ -21,10 +21,10 @@ from pipeline import server
 from pipeline.config import Config
 from pipeline.connection import connect
 from pipeline.errors import ConfigError, LineError
-from pipeline.meeting import InFolder, InRedis, Meeting, Place
 from pipeline.queue import Queue
-from workers.doctor_matrix import Seen
-from workers.doctor_node import SANDBOX_SECONDS, SEEN_SECONDS, Listener, at_home, call, hello, same_folder
+from workers.doctor.matrix import Seen
+from workers.doctor.meeting import InFolder, InRedis, Meeting, Place
+from workers.doctor.node import SANDBOX_SECONDS, SEEN_SECONDS, Listener, at_home, call, hello, same_folder
 
 log = logging.getLogger(__name__)
 
@@ -109,14 +109,14 @@ async def examine(config: Config, here: Step) -> Seen | None:
     client = connect(config) if config.redis.url.startswith("redis") else None  # a Unix socket is nobody else's
     queue = None if client is None else Queue(client, config)
     places: list[Place] = [] if queue is None else [InRedis(queue, here.run)]
-    if config.slurm.folder:
-        places.append(InFolder(config.path_of(config.slurm.folder).absolute(), here.run))
+    shared = InFolder(config.path_of(config.slurm.folder).absolute(), here.run) if config.slurm.folder else None
+    places += [shared] if shared is not None else []
     if not places:
         raise ConfigError(
             "the nodes have no place to meet: set slurm.folder to a folder on the shared file system, or redis.url to "
             "a Redis that all of them reach"
         )
-    listener = Listener()
+    listener = Listener(shared.path if shared is not None else None)
     try:
         return await _Part(config, here, queue, Meeting(places), listener).take()
     finally:
@@ -183,7 +183,7 @@ class _Part:
     async def _folder(self, others: dict[str, dict[str, Any]]) -> dict[str, Any]:
         """By way of the folder itself; nobody to ask, or no folder: nothing is found out."""
         place = next((place for place in self._meeting.places if isinstance(place, InFolder)), None)
-        return await same_folder(others, place.path) if place is not None and others else {}
+        return await same_folder(others, place) if place is not None and others else {}
 
     async def _until_told(self, first: dict[str, Any] | None) -> None:
         """Listen on until the one who reports has taken the notes away: it, and late comers, may still ask.
