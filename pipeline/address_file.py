@@ -27,7 +27,8 @@ NAME = "address.json"
 class Address:
     """Where Redis is: `url` redis://HOST:PORT/DB; `job` of the scheduler or ""; `started` in Unix seconds.
 
-    Of a server that has ended in good order: `url` and `password` are empty, and `started` is when it ended.
+    Of a server that has ended in good order: `url` and `password` are empty, and `started` is when it ended. `down`:
+    the line itself was taken down, so nobody needs to wait for the next one.
     """
 
     url: str
@@ -35,6 +36,7 @@ class Address:
     epoch: int
     job: str
     started: float
+    down: bool = False
 
     @property
     def host(self) -> str:
@@ -111,8 +113,10 @@ def _parsed(told: object) -> Address:
     """Unknown fields are those of a newer version, and left alone. Raises ValueError, TypeError."""
     if not isinstance(told, dict):
         raise ValueError("it is no JSON object")
-    address = Address(**{field.name: told.get(field.name) for field in fields(Address)})  # type: ignore[arg-type]
-    for name, kind in (("url", str), ("password", str), ("epoch", int), ("job", str), ("started", (int, float))):
+    about = {field.name: told.get(field.name, field.name != "down" and None) for field in fields(Address)}
+    address = Address(**about)  # type: ignore[arg-type]
+    kinds = (("url", str), ("password", str), ("epoch", int), ("job", str), ("started", (int, float)), ("down", bool))
+    for name, kind in kinds:
         if not isinstance(getattr(address, name), kind):
             raise ValueError(f"{name} is missing or of a wrong type")
     if not address.url:
@@ -127,6 +131,23 @@ def _parsed(told: object) -> Address:
 def publish(path: Path, address: Address) -> None:
     """Put the address in the place of the one before, readable by this user alone. Raises OSError."""
     write_whole(path, json.dumps(asdict(address)) + "\n")
+
+
+def take_down(path: Path) -> None:
+    """Say that the line was taken down on purpose; nothing where no server was ever published. Raises OSError."""
+    try:
+        found = _stored(path)
+    except RedisUnavailable:
+        return
+    publish(path, replace(found, url="", password="", down=True))
+
+
+def is_down(path: Path) -> bool:
+    """Whether the line was taken down on purpose, and no server has been published since."""
+    try:
+        return _stored(path).down
+    except RedisUnavailable:
+        return False
 
 
 def withdraw(path: Path, address: Address) -> None:

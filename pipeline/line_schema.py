@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -23,6 +24,7 @@ CLAIM_LIFE = 3600.0
 """Seconds for which a line remembers a claim (claim.lua, claim_groups.lua)."""
 
 
+@cache
 def package_version() -> str:
     """Of this installation; "source" where it runs from a folder."""
     try:

@@ -106,6 +106,7 @@ class Worker:
         self.upkeep = Upkeep(
             connect_sync(self.config, blocking=True), self.queue, self.name,
             held=self._held, on_beat=self._heard, about=self.about, kill=self._kill_children,
+            on_down=self._line_is_down,
         )  # fmt: skip
         self._loop = asyncio.get_running_loop()
         self.upkeep.start()
@@ -290,6 +291,17 @@ class Worker:
             "paused": next((a.clock.why for a in list(self.running.values()) if a.clock.why), ""),
             **({"policy": self.shop.policy.pool.about()} if self.stage is Stage.RUN else {}),
         }  # fmt: skip
+
+    def _line_is_down(self) -> None:
+        """Redis will not come back: the line was taken down, and nobody told us. There is nobody to give back to."""
+
+        def end() -> None:
+            self.stop("the line was taken down")
+            self.ending.at_once.set()
+            self.queue.close_within(0.0)
+
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(end)
 
     def _kill_children(self) -> None:
         if isinstance(self.shop.children, Children):

@@ -18,6 +18,7 @@ from typing import Any
 import redis
 from redis.exceptions import RedisError, ResponseError
 
+from pipeline import address_file
 from pipeline.leases import read_beat, read_tick
 from pipeline.queue import Queue
 from pipeline.queue_calls import AWAY, refuses_for_now
@@ -33,6 +34,7 @@ class Upkeep(threading.Thread):
 
     `held`: the leases to renew, (stage, id, token). `on_beat`: told per lease: 1 (held), 0 (lost), a cancel's reason.
     `about`: what the worker says of itself. `kill`: called right before the process ends itself (`loop_dead`).
+    `on_down`: Redis is away because the line was taken down; called again as long as that is so.
     """
 
     def __init__(
@@ -45,13 +47,15 @@ class Upkeep(threading.Thread):
         on_beat: Callable[[Held, list[str | int]], None],
         about: Callable[[], dict[str, Any]],
         kill: Callable[[], None] = lambda: None,
+        on_down: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(name=f"upkeep-{worker}", daemon=True)
         self._client = client
         self._queue = queue
         self._config = queue.config
         self._worker = worker
-        self._held, self._on_beat, self._about, self._kill = held, on_beat, about, kill
+        self._held, self._on_beat, self._about, self._kill, self._on_down = held, on_beat, about, kill, on_down
+        self._address = address_file.file_of(self._config)
         self._ending = threading.Event()
         self._away_total = 0.0
         self._away_since: float | None = None
@@ -174,6 +178,8 @@ class Upkeep(threading.Thread):
             log.warning(
                 "Redis does not answer (%s): running rollouts go on, nothing is claimed, writes are repeated", error
             )
+        if self._address is not None and address_file.is_down(self._address):
+            self._on_down()
 
     def _is_back(self) -> None:
         if self._away_since is not None:

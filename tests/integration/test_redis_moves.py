@@ -197,6 +197,27 @@ def test_the_password_stands_in_the_address_file_alone(kept: Keepers) -> None:
         assert not any(secret in (Path(folder) / name).read_bytes() for name in files)
 
 
+def test_a_worker_that_slurm_has_lost_sight_of_ends_with_its_line(kept: Keepers) -> None:
+    keeper = kept.started()
+    log = kept.folder.parent / "worker.log"
+    with open(log, "wb") as out:
+        command = [sys.executable, "-m", "workers.cli", "work", "run"]
+        worker = subprocess.Popen(command, env=kept.environment(), cwd=kept.folder.parent, stderr=out)
+    try:
+        until(lambda: b"serves run" in log.read_bytes(), 30.0)
+        keeper.terminate()
+        keeper.wait(20)
+        until(lambda: b"Redis does not answer" in log.read_bytes(), 30.0)
+        with pytest.raises(subprocess.TimeoutExpired):
+            worker.wait(1.5)  # another Redis may follow
+        address_file.take_down(kept.file)
+        assert worker.wait(15) in (0, 1), log.read_text()  # well before limits.grace
+        assert "asked to stop (the line was taken down)" in log.read_text()
+    finally:
+        worker.kill()
+        worker.wait()
+
+
 def test_a_keeper_that_is_killed_takes_its_server_along_and_is_followed(kept: Keepers) -> None:
     first = kept.started()
     processes = family(first)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pipeline import address_file, config as settings, server
-from pipeline.address_file import Address, file_of, last_epoch, publish, read, withdraw
+from pipeline.address_file import Address, file_of, is_down, last_epoch, publish, read, take_down, withdraw
 from pipeline.config import Config
 from pipeline.errors import ConfigError, RedisUnavailable
 
@@ -75,6 +75,18 @@ def test_a_line_that_is_down_says_so_and_keeps_its_epoch(file: Path) -> None:
     with pytest.raises(RedisUnavailable, match=r"the line is down: its Redis \(job 99\) ended in good order at 20"):
         read(file)
     assert last_epoch(file) == 4 and "s3cret" not in file.read_text()
+
+
+def test_a_line_that_was_taken_down_is_told_from_one_whose_redis_moves(file: Path) -> None:
+    take_down(file)
+    assert not file.exists(), "nothing was ever published"
+    publish(file, Address(**WHOLE))
+    withdraw(file, Address(**WHOLE))
+    assert not is_down(file)
+    take_down(file)
+    assert is_down(file) and last_epoch(file) == 4
+    publish(file, Address(**{**WHOLE, "epoch": 5}))
+    assert not is_down(file) and read(file).epoch == 5
 
 
 @pytest.mark.parametrize(

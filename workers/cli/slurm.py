@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import time
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from redis.exceptions import RedisError
 
+from pipeline import address_file
 from pipeline.config import Config
 from pipeline.config_slurm import KINDS
 from pipeline.connection import explain
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
     from workers.slurm.jobs import Jobs
     from workers.slurm.state import State
     from workers.slurm.status import Live
+
+log = logging.getLogger(__name__)
 
 KIND = click.Choice(list(KINDS))
 RESIZED = click.Choice([kind for kind in KINDS if kind != "redis"])
@@ -174,10 +178,8 @@ def scale(ctx: click.Context, kind: str, number: int, as_json: bool) -> None:
     try:
         step = jobs.step()
     except calls.SlurmAway as error:
-        raise calls.SlurmAway(
-            f"{kind}: {before} -> {number} is noted, and not done yet: {error}. The maint task does it as soon as it "
-            "can, or this command again"
-        ) from None
+        noted = f"{kind}: {before} -> {number} is noted, and not done yet"
+        raise calls.SlurmAway(f"{noted}: {error}. The maint task does it as soon as it can") from None
     if as_json:
         submitted = {name: {"tasks": count, "jobs": ids} for name, (count, ids) in step.submitted.items()}
         say({"kind": kind, "before": before, "wanted": number, "submitted": submitted, "refused": step.refused,
@@ -209,6 +211,7 @@ def down(ctx: click.Context, finish: bool, timeout: float, as_json: bool) -> Non
     for half in (emptied(jobs.state()), {"redis": 0}):
         state = jobs.change(lambda _, half=half: jobs.state().sized(half))  # type: ignore[misc]
         Wait(jobs=jobs, changes=state.changes, timeout=timeout, look=look, say=_told).until_gone(set(half))
+    _leave_word(config)
     done = found.rollouts.get("done", 0)
     if as_json:
         say({"folder": str(jobs.folder), "rollouts": dict(found.rollouts)})
@@ -217,6 +220,16 @@ def down(ctx: click.Context, finish: bool, timeout: float, as_json: bool) -> Non
     click.echo(f"all jobs have ended; data and logs stay in {jobs.folder}")
     if left or done:
         click.echo(f"{left} rollouts go on when the line is up again, {done} wait to be popped")
+
+
+def _leave_word(config: Config) -> None:
+    """For workers that Slurm has lost sight of (their slurmd died): they end, rather than wait for another Redis."""
+    file = address_file.file_of(config)
+    if file is not None and config.slurm.redis.jobs:
+        try:
+            address_file.take_down(file)
+        except OSError as error:
+            log.warning("%s can't say that the line is down (%s): a worker unknown to Slurm waits on", file, error.strerror)
 
 
 def _until_empty(look: Callable[[], Live]) -> None:

@@ -149,7 +149,7 @@ class _Part:
         await self._meeting.put(f"report-{self._rank}", {"calls": told, **await home})
         if first != self._rank:
             reached = first in told and not told[first]["error"]
-            await self._until_told(others[first] if reached else None)
+            await self._until_told(self._here.names[int(first)], others[first] if reached else None)
             return None
         found = await self._notes("report", REPORT_SECONDS, len(hellos))
         seen = Seen(
@@ -185,13 +185,20 @@ class _Part:
         place = next((place for place in self._meeting.places if isinstance(place, InFolder)), None)
         return await same_folder(others, place) if place is not None and others else {}
 
-    async def _until_told(self, first: dict[str, Any] | None) -> None:
+    async def _until_told(self, name: str, first: dict[str, Any] | None) -> None:
         """Listen on until the one who reports has taken the notes away: it, and late comers, may still ask.
 
-        `first`: that one, where it can be called; one that answers no more has ended.
+        `first`: that one, where it can be called; one that answers no more has ended. Raises LineError when it ended,
+        or took too long, before it told anything: then nobody does.
         """
         until = time.monotonic() + LEAVE_SECONDS
+        over = False
         while f"hello-{self._rank}" in await self._meeting.notes():
-            if time.monotonic() > until or (first is not None and (await call(first)).error):
-                return
-            await asyncio.sleep(5 * LOOK_SECONDS)
+            if over:
+                await self._meeting.clear()
+                raise LineError(
+                    f"{name}, which was to report for all nodes, ended before it did: look at it, and try again"
+                )
+            over = time.monotonic() > until or (first is not None and bool((await call(first)).error))
+            if not over:  # else look once more: it may have taken the notes away in this moment
+                await asyncio.sleep(5 * LOOK_SECONDS)
