@@ -22,6 +22,7 @@ from pipeline.connection import connect
 from pipeline.engine import Engine
 from pipeline.engine_calls import EngineError
 from pipeline.errors import ConfigError, LineError
+from pipeline.loopback import unreachable
 from pipeline.queue import Queue
 
 log = logging.getLogger(__name__)
@@ -101,7 +102,10 @@ class Registration:
         return self.backend.id
 
     async def open(self) -> Self:
-        """Add it. Raises ConfigError where its id is somebody else's, RedisUnavailable."""
+        """Add it, with a warning where workers of other machines can't reach it. Raises ConfigError where its id is
+        somebody else's, RedisUnavailable."""
+        if why := unreachable(self.backend.url, self._config.redis.url):
+            log.warning("%s", why)
         self._thread.start()
         try:
             await asyncio.shield(asyncio.wrap_future(self._added))

@@ -12,6 +12,7 @@ import psutil
 
 from pipeline.config import Config
 from pipeline.errors import ConfigError
+from pipeline.loopback import means_its_reader
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +55,7 @@ def own_address(config: Config, towards: str = "") -> str:
             f"no address of this machine reaches {host or towards} ({error}): is its name right? Else say by "
             f"{SETTING} which of this machine's addresses other machines use: {_named(_all())}"
         ) from None
-    if _is_loopback(found) and not _means_this_machine(host):
+    if _is_loopback(found) and not means_its_reader(host):
         log.debug("%s is this machine, by a loopback address that other machines can't use", host)
         return _without_a_peer()
     return found
@@ -179,14 +180,6 @@ def _source(host: str) -> str:
 
 def _is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address).is_loopback
-
-
-def _means_this_machine(host: str) -> bool:
-    """Whether who reads `host` anywhere means their own machine by it: then nobody else is expected."""
-    try:
-        return _is_loopback(host)
-    except ValueError:
-        return host == "localhost" or host.endswith(".localhost")
 
 
 def _can_bind(address: IP) -> bool:

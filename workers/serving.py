@@ -20,7 +20,7 @@ from pipeline.errors import ConfigError, LineError, PolicyError
 from pipeline.registration import Registration, looked_at
 from pipeline.weights import bring_up
 from workers import scheduler
-from workers.address import ANYWHERE, bracketed, reachable_address
+from workers.listening import Place, place
 from workers.vllm_process import Process
 
 log = logging.getLogger(__name__)
@@ -58,8 +58,9 @@ class Serving:
 
     def __init__(self, config: Config, backends: Backends, options: Options, said: Callable[[Backend], None]) -> None:
         self._config, self._backends, self._options, self._said = config, backends, options, said
-        listen, self._address, self._url = _addresses(config, options)
-        self._command = _command(config, options, listen, self._address.rpartition(":")[2])
+        at = place(config, "vLLM", host=options.host, port=options.port, advertise=options.advertise)
+        self._address, self._url = at.near, at.far
+        self._command = _command(config, options, at)
         self._told = asyncio.Event()
         self._signals: list[int] = []
         self._process: Process | None = None
@@ -206,37 +207,7 @@ async def _paused(engine: Engine) -> bool:
         return False
 
 
-def _addresses(config: Config, options: Options) -> tuple[str, str, str]:
-    """Where vLLM listens, the URL by which this process reaches it, and the one by which workers do.
-
-    Raises ConfigError where the latter is not known, or the port can't be had.
-    """
-    own = "" if options.host and options.host not in ANYWHERE else reachable_address(config)
-    listen = options.host or own or "127.0.0.1"
-    if listen in ANYWHERE and not (options.advertise or own):
-        raise ConfigError(
-            f"--host {listen}: which address do workers on other machines use? Give it as --advertise URL"
-        )
-    port = _port(listen, options.port)
-    near = f"http://{bracketed('127.0.0.1' if listen in ANYWHERE else listen)}:{port}"
-    far = options.advertise.rstrip("/") or f"http://{bracketed(own or listen)}:{port}"
-    backend_id(far)  # a wrong URL is said before anything is started
-    return listen, near, far
-
-
-def _port(host: str, port: int) -> int:
-    """A free port there. Raises ConfigError when the wanted one is taken, or the address is not this machine's."""
-    try:
-        family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(where)
-            return int(probe.getsockname()[1])
-    except OSError as error:
-        raise ConfigError(f"vLLM can't listen on {host}, port {port or 'any'}: {error.strerror}") from None
-
-
-def _command(config: Config, options: Options, listen: str, port: str) -> list[str]:
+def _command(config: Config, options: Options, at: Place) -> list[str]:
     """vLLM's command line; what the user adds comes last and wins."""
     if options.model.startswith(("/", ".", "~")) and not Path(options.model).exists():
         raise ConfigError(f"no model lies in {options.model}: give a folder, or a name that vLLM can fetch")
@@ -246,5 +217,6 @@ def _command(config: Config, options: Options, listen: str, port: str) -> list[s
             f"{options.program} is no program here: give vLLM's own by --vllm or policy.vllm (it may lie in another "
             "virtual environment: /path/to/bin/vllm)"
         )
-    named = ("--served-model-name", config.policy_of(options.policy).model, "--host", listen, "--port", port)
+    where = ("--host", at.listen, "--port", str(at.port))
+    named = ("--served-model-name", config.policy_of(options.policy).model, *where)
     return [program, "serve", options.model, *named, *FLAGS, *options.arguments]

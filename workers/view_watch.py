@@ -6,15 +6,19 @@ import asyncio
 import json
 import time
 from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
+from redis.exceptions import RedisError
 from rich.console import Group as Stack
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from pipeline import inspect, wire
-from pipeline.errors import EnvelopeError
+from pipeline.connection import explain
+from pipeline.errors import EnvelopeError, RedisUnavailable
 from pipeline.queue import Queue
 from workers import view, view_policy
 
@@ -71,21 +75,46 @@ def _reward(result: bytes | None) -> float | None:
         return None
 
 
-async def watch(queue: Queue, *, once: bool, as_json: bool) -> None:
-    """Show the line until interrupted."""
+async def watch(opened: Callable[[], AbstractAsyncContextManager[Queue]], *, once: bool, as_json: bool) -> None:
+    """Show the line until interrupted; `opened` goes to its Redis.
+
+    A Redis that goes away after the first look is waited for. Raises RedisUnavailable, RedisError: at the first look.
+    """
     console = view.console()
-    if as_json:
-        print(json.dumps(await snapshot(queue)))  # noqa: T201
-        return
+    async with opened() as queue:
+        first = await snapshot(queue)
     if once:
-        console.print(render([await snapshot(queue)]))
+        if as_json:
+            print(json.dumps(first))  # noqa: T201
+        else:
+            console.print(render([first]))
         return
-    history = [await snapshot(queue)]
-    with Live(render(history), console=console, auto_refresh=False, screen=console.is_terminal) as live:
-        while True:
-            await asyncio.sleep(EVERY)
-            history = [*history[-SPAN:], await snapshot(queue)]
-            live.update(render(history), refresh=True)
+    with Live(render([first]), console=console, auto_refresh=False, screen=console.is_terminal) as live:
+        await follow(opened, first, lambda shown: live.update(shown, refresh=True))
+
+
+async def follow(
+    opened: Callable[[], AbstractAsyncContextManager[Queue]], first: dict[str, Any], show: Callable[[Stack], None]
+) -> None:
+    """Look twice a second, for ever; while Redis is away the last look stays on the screen, below what is wrong."""
+    history, heard = [first], time.monotonic()
+    while True:
+        try:
+            async with opened() as queue:
+                while True:
+                    await asyncio.sleep(EVERY)
+                    history = [*history[-SPAN:], await snapshot(queue)]
+                    heard = time.monotonic()
+                    show(render(history))
+        except (RedisUnavailable, RedisError) as error:
+            why = str(error) if isinstance(error, RedisUnavailable) else explain(error, "")
+        show(Stack(away(time.monotonic() - heard, why), Text(), render(history)))
+        await asyncio.sleep(EVERY)
+
+
+def away(silent: float, why: str) -> Text:
+    """What stands above the last look while there is no Redis."""
+    return Text(f"no Redis for {silent:.0f} s: {why}", style="bold red")
 
 
 def rate(history: list[dict[str, Any]], name: str) -> float | None:

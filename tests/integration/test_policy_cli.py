@@ -16,10 +16,13 @@ from typing import Any, TypeVar
 import pytest
 from click.testing import CliRunner, Result
 
+from pipeline import server
 from pipeline.backends import Backends, Load
+from pipeline.config import Config
 from pipeline.queue import Queue
-from tests.services import RedisService
+from tests.services import RedisService, require
 from tests.waiting import until
+from workers import address
 from workers.cli.app import rollout
 from workers.policy import scripted
 from workers.policy.scripted import Options
@@ -208,6 +211,81 @@ def test_a_scripted_policy_in_the_line(line: Line) -> None:
     finally:
         process.kill()
         process.communicate()
+
+
+@pytest.fixture
+def reached() -> Iterator[tuple[Line, str]]:
+    """A line whose Redis other machines could reach too, and the address of this machine that it has."""
+    found = [own.ip for own in address._all() if not own.ip.is_loopback and own.ip.version == 4]
+    if not found:
+        pytest.skip("this machine has no address but loopback ones")
+    require("redis-server")
+    with server.start(tcp=(str(found[0]), 0)) as started:
+        yield Line(RedisService(started, started.configured(Config()))), str(found[0])
+
+
+def scripted_in(line: Line, *words: str) -> subprocess.Popen[str]:
+    command = [
+        sys.executable,
+        "-m",
+        "workers.cli",
+        *line.words,
+        "policy",
+        "scripted",
+        "--says=42",
+        "--register",
+        *words,
+    ]
+    pipe = subprocess.PIPE
+    return subprocess.Popen([*command, *words], stdout=pipe, stderr=pipe, text=True, cwd=Path(__file__).parents[2])
+
+
+def ended(process: subprocess.Popen[str]) -> str:
+    """What it said on stderr, after SIGTERM."""
+    process.send_signal(signal.SIGTERM)
+    said = process.communicate(timeout=10)[1]
+    assert process.returncode == 0, said
+    return said
+
+
+def test_other_machines_reach_a_scripted_policy_and_read_its_tokenizer(
+    reached: tuple[Line, str], tmp_path: Path
+) -> None:
+    line, own = reached
+    process = scripted_in(line, f"--set=slurm.folder={tmp_path / 'line'}")
+    try:
+        assert process.stdout is not None
+        url = process.stdout.readline().strip().partition("=")[2]
+        (found,) = line.said("policy", "ls")["backends"]
+        assert url.startswith(f"http://{own}:") and found["url"] == url and found["id"] in url
+        assert not paused(url), "it answers there"
+        folder = Path(found["tokenizer"])
+        assert folder.parent == tmp_path / "line" and (folder / "tokenizer.json").is_file()
+        assert ended(process) == ""
+        assert not folder.exists()
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_what_other_machines_can_not_use_is_said(reached: tuple[Line, str], servers: list[str]) -> None:
+    """A loopback address, by `scripted --host` and by `add`; a tokenizer in this machine's own folder."""
+    line, own = reached
+    process = scripted_in(line, "--host=127.0.0.1")
+    try:
+        assert process.stdout is not None
+        url = process.stdout.readline().strip().partition("=")[2]
+        assert url.startswith("http://127.0.0.1:")
+        added = line.call("policy", "add", servers[0])
+        assert added.exit_code == 0, added.stderr
+        assert f"{servers[0]} reaches this machine from here alone" in added.stderr and f"at {own}," in added.stderr
+        said = ended(process)
+        assert f"{url} reaches this machine from here alone" in said
+        assert "can't read the tokenizer in" in said and "set slurm.folder, or TMPDIR" in said
+    finally:
+        process.kill()
+        process.communicate()
+    assert "belong to --register" in line.call("policy", "scripted", "--host=127.0.0.1").stderr
 
 
 def test_serve_says_what_is_wrong_before_anything_starts(line: Line, servers: list[str]) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -180,8 +181,31 @@ def test_tasks_that_end_at_once_are_said_with_their_log_and_not_repeated_for_eve
     names = [row.name for row in cluster.rows() if row.name == f"small-run-{tag}"]
     assert len(names) == 2  # of 2 wanted tasks: none was submitted again within 12 s
     status = rollout(line, "slurm", "status", code=1).stdout
-    assert "tried again in" in status
+    assert "nobody tries again but" in status
     assert "nothing replaces what ends" in status
+    rollout(line, "slurm", "down")
+
+
+@pytest.mark.slow
+def test_up_ends_after_three_strikes_without_a_keeper(cluster: Cluster, tmp_path: Path) -> None:
+    few = {kind: {"jobs": 0} for kind in ("init", "eval", "maint")}
+    line = settings(tmp_path, setup=["nosuchmodule load x"], **few)
+    began = time.monotonic()
+    said = rollout(line, "slurm", "up", "--timeout", "170", code=1).stderr
+    assert time.monotonic() - began < 150 and "the line is not up:" in said
+    assert "command not found (a line of slurm.setup)" in said
+    rollout(line, "slurm", "down")
+
+
+def test_up_does_not_take_older_tasks_for_what_it_submitted(cluster: Cluster, tmp_path: Path) -> None:
+    few = {kind: {"jobs": 0} for kind in ("init", "eval", "maint")}
+    line = settings(tmp_path, run={"jobs": 1}, **few)
+    rollout(line, "slurm", "up")
+    settings(tmp_path, run={"jobs": 2}, setup=["nosuchmodule load x"], **few)
+    assert "the settings have changed since the last `up` (" in rollout(line, "slurm", "status").stdout
+    said = rollout(line, "slurm", "up", "--timeout", "6", code=1).stderr
+    assert "run: older tasks work, none of those just submitted: " in said
+    assert "command not found (a line of slurm.setup)" in said
     rollout(line, "slurm", "down")
 
 

@@ -86,6 +86,12 @@ def test_without_a_redis_nothing_is_started_and_the_mend_is_said(words: tuple[st
     assert "no Redis" in result.stderr and "rollout redis start" in result.stderr and not result.stdout
 
 
+def test_in_a_job_that_knows_of_no_redis_none_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    said = call("work", "run").stderr
+    assert "no Redis" in said and "LINE_CONFIG" in said and "LINE_FOLDER" in said and "redis start" not in said
+
+
 def test_a_wrong_setting_names_the_valid_keys() -> None:
     result = call("--set", "redis.urrl=x", "depth")
     assert result.exit_code == 1

@@ -19,7 +19,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of stand-ins on PATH, which write down what they are given. `say` below lets them answer."""
     folder = tmp_path / "bin"
     folder.mkdir()
-    for name in ("sbatch", "squeue", "scancel"):
+    for name in ("sbatch", "squeue", "scancel", "sinfo"):
         say(folder, name)
     monkeypatch.setenv("PATH", f"{folder}:{os.defpath}")
     return folder
@@ -97,6 +97,20 @@ def test_what_sbatch_refuses_is_a_sentence(err: str, said: str, slurm: Path, tmp
     assert not isinstance(told.value, SlurmAway)
 
 
+def test_a_size_that_no_node_has_is_said_with_the_largest_node(slurm: Path, tmp_path: Path) -> None:
+    script = "#SBATCH --cpus-per-task=64\n#SBATCH --mem=16384M\n#SBATCH --partition=cpu\n"
+    said = "sbatch: error: Batch job submission failed: Requested node configuration is not available\n"
+    say(slurm, "sbatch", err=said, code=1)
+    environment = {"PATH": os.environ["PATH"]}
+    say(slurm, "sinfo", err="sinfo: error: no\n", code=1)
+    with pytest.raises(SlurmError, match=r"options\)\). It asks for 64 cores, 16384 MB$"):
+        calls.submit("run", script, 1, environment, tmp_path)
+    say(slurm, "sinfo", "8 32000\n32+ 8000+\n")
+    with pytest.raises(SlurmError, match="16384 MB; the largest node has 32 cores and 8000 MB$"):
+        calls.submit("run", script, 1, environment, tmp_path)
+    assert "--partition=cpu" in words(slurm, "sinfo")
+
+
 @pytest.mark.parametrize(
     "err",
     [
@@ -113,7 +127,7 @@ def test_a_controller_that_is_away_is_told_apart(err: str, slurm: Path) -> None:
 
 def test_what_had_ended_is_not_worth_waiting_for(slurm: Path) -> None:
     say(slurm, "squeue", err="slurm_load_jobs error: Socket timed out on send/recv operation", code=1)
-    assert calls.over("0a1b2c3d") == []
+    assert calls.rows_if_known("0a1b2c3d") == []
 
 
 def test_a_command_that_hangs_is_given_up(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +140,7 @@ def test_a_command_that_hangs_is_given_up(slurm: Path, monkeypatch: pytest.Monke
 def test_what_squeue_shows_is_not_the_users_taste(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SQUEUE_FORMAT", "%u")
     monkeypatch.setenv("SLURM_TIME_FORMAT", "relative")
-    say(slurm, "squeue", "1_2|RUNNING|1:00|0:10|None|n1|line-run-0a1b2c3d\n2|RUNNING|1:00|0:10|None|n1|other\n")
+    say(slurm, "squeue", "1_2|RUNNING|1:00|0:10|None|n1|N/A|line-run-0a1b2c3d\n2|RUNNING|1:00|0:10|None|n1|N/A|other\n")
     assert [row.id for row in calls.rows("0a1b2c3d")] == ["1_2"]
     assert not [
         line for line in (slurm / "squeue.env").read_text().splitlines() if line.startswith(("SQUEUE", "SLURM"))

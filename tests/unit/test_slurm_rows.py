@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
-from workers.slurm.rows import Row, parse, seconds, words
+from workers.slurm.rows import Row, moment, parse, seconds, words
 
 TAG = "0a1b2c3d"
 
@@ -20,36 +22,43 @@ def test_times(text: str, wanted: float | None) -> None:
     assert seconds(text) == wanted
 
 
+def test_the_time_of_an_end() -> None:
+    assert moment("2026-11-30T19:32:27") == time.mktime((2026, 11, 30, 19, 32, 27, 0, 0, -1))
+    assert moment("N/A") is None
+    (found,) = parse([f"1|FAILED|0:00|0:10|None|n7|2026-11-30T19:32:27|l-run-{TAG}"], TAG)
+    assert found.end == moment("2026-11-30T19:32:27")
+
+
 def row(**changes: object) -> Row:
     about = {"id": "7_1", "kind": "run", "state": "RUNNING", "left": 600.0, "used": 5.0, "reason": "None", "node": "n1"}
     return Row(**{**about, "name": f"line-run-{TAG}", **changes})  # type: ignore[arg-type]
 
 
 def test_a_line_of_squeue() -> None:
-    (found,) = parse([f"12_3|RUNNING|3:59:50|0:10|None|n7|my-line.x-run-{TAG}\n"], TAG)
+    (found,) = parse([f"12_3|RUNNING|3:59:50|0:10|None|n7|N/A|my-line.x-run-{TAG}\n"], TAG)
     assert found == row(id="12_3", left=14_390.0, used=10.0, node="n7", name=f"my-line.x-run-{TAG}")
     assert found.number == (12, 3)
 
 
 def test_other_jobs_are_left_alone() -> None:
     others = [
-        "1|RUNNING|1:00|0:10|None|n1|interactive",
-        "2_1|RUNNING|1:00|0:10|None|n1|line-run-ffffffff",  # the same name, another folder
-        f"3_1|RUNNING|1:00|0:10|None|n1|line-train-{TAG}",  # none of the line's kinds
-        f"4|RUNNING|1:00|0:10|None|n1|line-run-{TAG}-mine",
-        f"5|RUNNING|1:00|0:10|None|n1|a|b-line-run-{TAG}x",
-        f"6_[1-4]|PENDING|1:00|0:00|Resources||line-run-{TAG}",  # not by task
+        "1|RUNNING|1:00|0:10|None|n1|N/A|interactive",
+        "2_1|RUNNING|1:00|0:10|None|n1|N/A|line-run-ffffffff",  # the same name, another folder
+        f"3_1|RUNNING|1:00|0:10|None|n1|N/A|line-train-{TAG}",  # none of the line's kinds
+        f"4|RUNNING|1:00|0:10|None|n1|N/A|line-run-{TAG}-mine",
+        f"5|RUNNING|1:00|0:10|None|n1|N/A|a|b-line-run-{TAG}x",
+        f"6_[1-4]|PENDING|1:00|0:00|Resources||N/A|line-run-{TAG}",  # not by task
         "broken",
         "",
     ]
     assert parse(others, TAG) == []
-    assert [found.name for found in parse([*others, f"7|PENDING|1:00|0:00|None||a|b-redis-{TAG}"], TAG)] == [
+    assert [found.name for found in parse([*others, f"7|PENDING|1:00|0:00|None||N/A|a|b-redis-{TAG}"], TAG)] == [
         f"a|b-redis-{TAG}"
     ]
 
 
 def test_rows_come_by_kind_and_age() -> None:
-    lines = [f"{id}|PENDING|1:00|0:00|None||l-{kind}-{TAG}" for id, kind in
+    lines = [f"{id}|PENDING|1:00|0:00|None||N/A|l-{kind}-{TAG}" for id, kind in
              [("10_2", "run"), ("9_1", "run"), ("11", "redis"), ("10_10", "run"), ("3_1", "vllm")]]  # fmt: skip
     assert [found.id for found in parse(lines, TAG)] == ["11", "9_1", "10_2", "10_10", "3_1"]
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pipeline.config import Config
-from workers.slurm import state as states, status, tails
+from pipeline.errors import RedisUnavailable
+from pipeline.queue import Queue
+from tests.line import put
+from workers.slurm import finish, state as states, status, tails
 from workers.slurm.bring_up import NotUp, Wait, lack
 from workers.slurm.jobs import Jobs, Step
 from workers.slurm.keeper import KeeperThread
@@ -17,6 +21,7 @@ from workers.slurm.plan import Plan
 from workers.slurm.rows import Row
 from workers.slurm.state import Kind, State, Strike
 from workers.slurm.status import Live
+from workers.slurm.text import setup_lines, text
 
 TAG = "0a1b2c3d"
 
@@ -62,6 +67,105 @@ def test_what_failed_comes_with_its_last_words(tmp_path: Path) -> None:
     assert "workers" not in told["kinds"]["run"]  # not 0: it is not known
 
 
+def test_what_ended_before_the_last_up_is_not_said(tmp_path: Path) -> None:
+    rows = [row("4_1", state="FAILED"), row("5_1", state="FAILED", used=0.0, end=time.time())]
+    known = replace(state(run=0), before=["4_1"])
+    clock = time.strftime("%H:%M", time.localtime(rows[1].end))
+    (said,) = status.sentences(status.report(known, rows, Live(), tmp_path))
+    assert said.startswith(clock) and "run 5_1 ended as FAILED" in said
+
+
+def test_a_cancelled_task_is_named_until_it_is_replaced() -> None:
+    rows = [row(f"4_{number}", state="CANCELLED") for number in (1, 2, 3)]
+    known = replace(state(run=2), before=["4_1"], draining={"4_2": 1.0})
+    assert status.of_kind(known, rows, "run", 0.0).why == ["4_3 cancelled (scancel), not replaced yet"]
+    assert status.of_kind(known, [*rows, row("5_1"), row("5_2")], "run", 0.0).why == []
+
+
+def test_who_tries_again_is_said_only_where_somebody_does() -> None:
+    known = replace(state(run=2), struck={"run": Strike(count=1, at=0.0, until=20.0, why="w")})
+    assert status.of_kind(known, [], "run", 0.0).why == ["w; tried again in 20 s"]
+    assert status.of_kind(known, [], "run", 0.0, kept=False).why == [
+        "w; nobody tries again but `rollout slurm up` or `keep`"
+    ]
+
+
+def test_a_line_of_setup_is_named(tmp_path: Path) -> None:
+    script = text(Config().changed({"slurm.setup": ["module load x", "a"]}), "run", None)
+    lines = setup_lines(script)
+    assert [script.splitlines()[number - 1] for number in lines] == ["module load x", "a"]
+    assert list(setup_lines(text(Config(), "run", None))) == []
+    known = replace(state(), kinds={"run": Kind(jobs=1, text=script)})
+    failed = [row(f"4_{number}", state="FAILED") for number in (1, 2)]
+    for item, place in zip(failed, ("job00004", "job00005"), strict=True):
+        said = f"/var/spool/{place}/slurm_script: line {lines[0]}: module: command not found\n"
+        tails.path_of(item, tmp_path).write_text(said)
+    (_, told) = status.sentences(status.report(known, failed, Live(), tmp_path))  # the other: nobody keeps the line
+    assert told.startswith("run 4_1, run 4_2 ended as") and told.endswith("not found (a line of slurm.setup)")
+
+
+def test_up_waits_for_what_it_submitted_where_older_tasks_work(tmp_path: Path) -> None:
+    wait = Wait(
+        jobs=Jobs(tmp_path, 1.0), changes=0, timeout=60.0, look=Live, say=lambda _: None, known=frozenset({"1"})
+    )
+    old, found = row("1_1"), Live(workers={"run": 1}, jobs=frozenset({"1"}))
+
+    def why(rows: list[Row], found: Live = found) -> str:
+        return wait.lack("run", step(rows, run=2), found)
+
+    assert why([old]) == ""
+    assert "older tasks work, none of those just submitted: 1 waits: Prio" in why(
+        [old, row("2_1", state="PENDING", reason="Priority")]
+    )
+    assert "task 2_1 runs, but" in why([old, row("2_1")])
+    tails.path_of(old, tmp_path / "logs").parent.mkdir()
+    tails.path_of(row("2_1"), tmp_path / "logs").write_text("boom\n")
+    assert "the end of 2_1's log:\n  boom" in why([old, row("2_1", state="FAILED", used=1.0)])
+    assert why([old, row("2_1"), row("2_2", state="FAILED")], replace(found, jobs=frozenset({"1", "2"}))) == ""
+    wait._began -= 100.0  # no node is free for long: the older ones do it
+    assert why([old, row("2_1", state="PENDING", reason="Priority")]) == ""
+
+
+def test_the_wait_for_an_empty_line_says_what_holds_it_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = replace(state(run=1, eval=1), struck={"eval": Strike(count=1, at=0.0, until=20.0, why="they end at once")})
+
+    class Still(Jobs):
+        def look(self) -> tuple[State, list[Row]]:
+            return known, [row("1_1")]
+
+    monkeypatch.setattr(finish, "LOOK", 0.0)
+    monkeypatch.setattr(finish, "EVERY", 0.0)
+    stuck = Live(workers={"run": 1}, rollouts={"run": 1, "eval": 2, "done": 4}, stuck=["no live worker serves eval"])
+    answers = iter([stuck, Live(trouble="no Redis"), Live(workers={"run": 1}, rollouts={"run": 1}), Live()])
+    said: list[str] = []
+    finish.until_empty(Still(tmp_path, 1.0), lambda: next(answers), said.append)
+    assert said[0].startswith(
+        "3 rollouts are still under way (1 in run, 2 in eval): no live worker serves eval; eval: they end at once"
+    )
+    assert "1 of eval), and no maint task runs" in said[0] and "without --finish" in said[0]
+    assert said[1].startswith("whether the line is empty is not known: no Redis")
+    assert said[2].startswith("1 rollout is still under way (1 in run): jobs are missing")
+    with pytest.raises(RedisUnavailable, match="not known: no Redis"):
+        finish.until_empty(Still(tmp_path, 1.0), lambda: Live(trouble="no Redis"), said.append)
+
+
+async def test_a_look_at_the_line_itself(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def memory() -> tuple[int, int]:  # fakeredis does not know INFO
+        return 0, 0
+
+    monkeypatch.setattr(queue, "memory", memory)
+    assert (await status.live(queue, troubled=True)).stuck == []
+    await put(queue)
+    about = {"stage": "run", "running": 3, "slots": 64}
+    await queue.beat("run-n3-16_1-12172-1fad", about, [])
+    await queue.beat("run-laptop-12172-1fae", about, [])  # in no job
+    found = await status.live(queue, troubled=True)
+    assert (found.workers["run"], found.slots["run"], found.busy["run"]) == (2, 128, 6)
+    assert found.jobs == {"16"}
+    assert len(found.stuck) == 1 and "no live worker serves it (start one: rollout work init)" in found.stuck[0]
+    assert (await status.live(queue)).stuck == []
+
+
 def test_nobody_keeps_the_line(tmp_path: Path) -> None:
     rows = [row("2_1"), row("5_1", "maint", state="PENDING")]
     (said,) = status.sentences(status.report(state(run=1, maint=1), rows, Live(), tmp_path))
@@ -85,6 +189,7 @@ def test_why_a_kind_is_not_there(tmp_path: Path) -> None:
     assert why("run", [], Live(workers={"run": 1})) == ""
     assert why("redis", [row("1", "redis")]) == ""
     assert why("maint", [row("1_1", "maint")]) == ""
+    assert "maint: task 1_1 runs, but" in why("maint", [row("1_1", "maint", used=1.0)])  # it may end at once
     assert (
         why("run", [row("1_1", state="PENDING", reason="Resources")])
         == "run: 1 waits: Resources: no node has enough free"

@@ -35,6 +35,20 @@ def test_the_file_comes_back_as_it_was(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["slurm.json"]
 
 
+def test_settings_that_the_last_up_has_not_seen(tmp_path: Path) -> None:
+    here = config(tmp_path)
+    known = wanted.state_of(here, None, {"ROLLOUT_POLICY__MODEL": "m"}, [])
+    assert wanted.changed_since(here, known) == ""
+    assert wanted.changed_since(here, known.sized({"run": 7})) == ""  # a person's scale is no change of the settings
+    assert "up` (run): `rollout slurm up`" in wanted.changed_since(config(tmp_path, slurm__run__cpus=9), known)
+    assert "(init)" in wanted.changed_since(config(tmp_path, slurm__init__jobs=9), known)
+    assert "(redis, init, run, eval" in wanted.changed_since(config(tmp_path, slurm__setup=["x"]), known)
+    assert "(redis, init" in wanted.changed_since(config(tmp_path, slurm__program="/new/rollout"), known)
+    assert "last `up`: `rollout" in wanted.changed_since(config(tmp_path, slurm__overlap=700.0), known)
+    down = known.sized(dict.fromkeys(known.kinds, 0))
+    assert wanted.changed_since(config(tmp_path, slurm__setup=["x"]), down) == ""  # the next `up` takes them anyway
+
+
 def test_what_a_newer_version_writes_is_left_aside(tmp_path: Path) -> None:
     made = wanted.state_of(config(tmp_path), None, {}, [])
     states.write(tmp_path, made)

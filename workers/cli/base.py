@@ -170,6 +170,12 @@ def located(config: Config, *, wait: bool = False) -> Config:
     elif path is not None:
         address_file.read(path)
     config = server.located(config)
+    if not config.redis.url and os.environ.get("SLURM_JOB_ID"):
+        raise RedisUnavailable(
+            f"no Redis: this job knows of none, redis.url and slurm.folder are empty (settings: "
+            f"{config.source or 'no file'}). Set LINE_CONFIG to the config.yaml, or submit from its folder, or set "
+            "LINE_FOLDER to the line's folder"
+        )
     if not config.redis.url:
         raise RedisUnavailable(
             "no Redis: redis.url is empty and no private server runs. Start one with `rollout redis start`, or set "

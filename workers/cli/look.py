@@ -259,10 +259,12 @@ def audit(ctx: click.Context, as_json: bool) -> None:
 @json_option
 @click.pass_context
 def watch(ctx: click.Context, once: bool, as_json: bool) -> None:
-    """See the line live, twice a second: depths, rates, workers, the latest rewards. Ctrl-C ends it."""
+    """See the line live, twice a second: depths, rates, workers, the latest rewards. Ctrl-C ends it.
+
+    It stays while Redis is away, and says so.
+    """
     from workers import view_watch
 
-    async def look(queue: Queue) -> None:
-        await view_watch.watch(queue, once=once or as_json, as_json=as_json)
-
-    read(ctx, look)
+    settings(ctx).logs()
+    config = settings(ctx).config()
+    interrupt.run(view_watch.watch(lambda: line(config), once=once or as_json, as_json=as_json))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
-import os
+import logging
 import signal
 import socket
-import tempfile
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -20,12 +20,15 @@ from pipeline.config import TRAINED, Config
 from pipeline.engine import Engine
 from pipeline.engine_calls import EngineError
 from pipeline.errors import PolicyError
+from pipeline.loopback import unreachable
 from pipeline.queue import Queue
-from pipeline.registration import looked_at, register
+from pipeline.registration import looked_at
 from pipeline.weights import Mode, Update, Weights
 from workers import interrupt, view_policy
 from workers.cli.base import Command, Group, complain, json_option, line, located, say, settings, table
 from workers.cli.begin import tasks_for
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 MODES = get_args(Mode)
@@ -90,7 +93,7 @@ def add(ctx: click.Context, /, url: str, force: bool, policy: str, as_json: bool
     if about["tokenizer"]:
         about["tokenizer"] = str(config.path_of(about["tokenizer"]).resolve())
 
-    async def work(_: Queue, backends: Backends) -> Backend:
+    async def work(queue: Queue, backends: Backends) -> Backend:
         async with Engine(url, timeout=config.policy.probe_timeout) as engine:
             try:
                 backend = await looked_at(engine, **about)
@@ -100,6 +103,8 @@ def add(ctx: click.Context, /, url: str, force: bool, policy: str, as_json: bool
                 complain(f"{error}; it is added all the same")
                 unasked = {"id": about["id"] or backend_id(url), "url": engine.url}
                 backend = Backend(**{**about, **unasked, "endpoint": ENDPOINTS.get(about["kind"], "")})
+        if why := unreachable(backend.url, queue.config.redis.url):
+            log.warning("%s", why)
         await backends.add(backend)
         return backend
 
@@ -238,24 +243,34 @@ def resume(ctx: click.Context, version: int | None, as_json: bool) -> None:
 @click.option("--says", default="", metavar="TEXT", help="Say this to everything, and look no answer up.")
 @click.option("--latency", default=0.0, show_default=True, type=click.FloatRange(0), help="Seconds before each reply.")
 @click.option("--register", "registered", is_flag=True, help="In the line: RUN workers find it, with no setting.")
+@click.option(
+    "--host", default="", metavar="ADDRESS", help="With --register: listen there, not where Redis is reached."
+)
+@click.option("--advertise", default="", metavar="URL", help="With --register: how workers reach it.")
 @whose
 @json_option
 @click.pass_context
 def scripted(
-    ctx: click.Context, file: str | None, handler: str, count: int, port: int, p_correct: float, says: str,
-    latency: float, registered: bool, policy: str, as_json: bool,
+    ctx: click.Context, /, file: str | None, handler: str, count: int, p_correct: float, says: str, latency: float,
+    registered: bool, policy: str, as_json: bool, **where: Any,
 ) -> None:  # fmt: skip
     """Serve a scripted policy (nobody's model) that knows the answers to the tasks in FILE, until Ctrl-C.
 
-    Prints the two settings that RUN workers need. FILE: JSON lines (default: the handler's own tasks).
+    Prints the two settings that RUN workers need. FILE: JSON lines (default: the handler's own tasks). It listens on
+    127.0.0.1; with --register on the address by which this machine reaches Redis.
     """
     from workers.demo import answers_of
-    from workers.policy import scripted, tokenizer
+    from workers.listening import place
+    from workers.policy import scripted, scripted_line, tokenizer
 
+    if not registered and (where["host"] or where["advertise"]):
+        raise click.UsageError("--host and --advertise belong to --register")
     settings(ctx).logs()
     config = settings(ctx).config()
     if registered:
         config = located(config)
+    else:
+        where["host"] = "127.0.0.1"
     answers = {} if says else answers_of(tasks_for(handler, file, config, count), config)
 
     async def serve(folder: Path) -> None:
@@ -266,21 +281,19 @@ def scripted(
             tokenizer=tokenizer.make(folder), answers=answers, p_correct=p_correct, latency=latency, says=says,
             model=config.policy_of(policy).model,
         )  # fmt: skip
-        server = await scripted.start(options, port)
-        registration = None
+        at = place(config, "the scripted policy", **where)
+        server = await scripted.start(options, at.port, at.listen)
         try:
-            if registered:
-                owner = f"scripted-{socket.gethostname()}-{os.getpid()}"
-                registration = await register(config, server.url, owner, tokenizer=str(folder), policy=policy)
-            section = "ROLLOUT_POLICY" if policy == TRAINED else f"ROLLOUT_POLICIES__{policy.upper()}"
-            about = {f"{section}__URL": server.url, f"{section}__TOKENIZER": str(folder)}
-            lines = [json.dumps(about)] if as_json else [f"export {name}={value}" for name, value in about.items()]
-            click.echo("\n".join(lines))
-            await stopped.wait()
+            async with contextlib.AsyncExitStack() as held:
+                if registered:
+                    await held.enter_async_context(scripted_line.registered(config, at, folder, policy))
+                section = "ROLLOUT_POLICY" if policy == TRAINED else f"ROLLOUT_POLICIES__{policy.upper()}"
+                about = {f"{section}__URL": at.far, f"{section}__TOKENIZER": str(folder)}
+                lines = [json.dumps(about)] if as_json else [f"export {name}={value}" for name, value in about.items()]
+                click.echo("\n".join(lines))
+                await stopped.wait()
         finally:
-            if registration is not None:
-                await registration.close()
             await server.stop()
 
-    with tempfile.TemporaryDirectory(prefix="rollout-policy-") as folder:
-        asyncio.run(serve(Path(folder)))
+    with scripted_line.tokenizer_folder(config, registered) as folder:
+        asyncio.run(serve(folder))

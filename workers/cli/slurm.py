@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import time
@@ -13,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import click
 from redis.exceptions import RedisError
 
-from pipeline import address_file
 from pipeline.config import Config
 from pipeline.config_slurm import KINDS
 from pipeline.connection import explain
@@ -25,8 +23,6 @@ if TYPE_CHECKING:
     from workers.slurm.jobs import Jobs
     from workers.slurm.state import State
     from workers.slurm.status import Live
-
-log = logging.getLogger(__name__)
 
 KIND = click.Choice(list(KINDS))
 RESIZED = click.Choice([kind for kind in KINDS if kind != "redis"])
@@ -48,14 +44,14 @@ def jobs_of(config: Config) -> Jobs:
     return Jobs(folder, config.slurm.lock)
 
 
-def look_of(config: Config) -> Callable[[], Live]:
-    """A look at the line itself; where there is no Redis (yet), that is what it says."""
+def look_of(config: Config, *, troubled: bool = False) -> Callable[[], Live]:
+    """A look at the line itself, `troubled`: and at why it stands still. Where there is no Redis (yet), it says so."""
     from workers.slurm import status
 
     async def look() -> Live:
         try:
             async with line(config) as queue:
-                return await status.live(queue)
+                return await status.live(queue, troubled=troubled)
         except RedisUnavailable as error:
             return status.Live(trouble=str(error))
         except RedisError as error:
@@ -80,6 +76,7 @@ def up(ctx: click.Context, printed: bool, timeout: float, as_json: bool) -> None
     """
     from workers.slurm import calls, state as states, status, wanted
     from workers.slurm.bring_up import Wait
+    from workers.slurm.rows import Row
 
     settings(ctx).logs()
     config, overrides = settings(ctx).config(), settings(ctx).overrides
@@ -91,18 +88,26 @@ def up(ctx: click.Context, printed: bool, timeout: float, as_json: bool) -> None
     warning = wanted.make_folder(jobs.folder)
     if warning:
         click.echo(f"Warning: {warning}", err=True)
-    before = states.read(jobs.folder)
+    before, there = states.read(jobs.folder), list[Row]()
 
     def made(known: State | None) -> State:
         """Nothing that ended before speaks against what is wanted now."""
         state = wanted.state_of(config, known, os.environ, overrides)
-        return replace(state, seen=sorted({*state.seen, *calls.over(state.tag)}))
+        there[:] = calls.rows_if_known(state.tag)
+        over = {row.id for row in there if row.over}
+        return replace(state, seen=sorted({*state.seen, *over}), before=sorted(over))
 
     state = jobs.change(made)
     for sentence in wanted.resized(before, state):
         _told(sentence)
     wait = Wait(
-        jobs=jobs, changes=state.changes, timeout=timeout, look=look_of(config), say=_told, old=frozenset(state.seen)
+        jobs=jobs,
+        changes=state.changes,
+        timeout=timeout,
+        look=look_of(config),
+        say=_told,
+        old=frozenset(state.seen),
+        known=frozenset(row.job for row in there),
     )
     step, found = wait.until_up()
     _show(status.report(step.state, step.rows, found, jobs.logs), as_json)
@@ -146,13 +151,16 @@ def status_(ctx: click.Context, as_json: bool) -> None:
 
     Exit 1 when a kind lacks tasks that are neither there nor on their way.
     """
-    from workers.slurm import status
+    from workers.slurm import status, wanted
 
     settings(ctx).logs()
     config = settings(ctx).config()
     jobs = jobs_of(config)
     state, rows = jobs.look()
-    _show(status.report(state, rows, look_of(config)(), jobs.logs), as_json)
+    stale = wanted.changed_since(config, state)
+    _show({**status.report(state, rows, look_of(config)(), jobs.logs), "settings": stale}, as_json)
+    if stale and not as_json:
+        click.echo(stale)
     ctx.exit(1 if status.missing(state, rows, time.time()) else 0)
 
 
@@ -166,20 +174,22 @@ def scale(ctx: click.Context, kind: str, number: int, as_json: bool) -> None:
 
     Too many: those that wait are cancelled, then those that would end soonest are told to end (nothing is lost).
     """
-    from workers.slurm import calls
+    from workers.slurm import calls, wanted
 
     settings(ctx).logs()
     config = settings(ctx).config()
     if kind == "vllm" and number and not config.slurm.vllm.model:
         raise ConfigError("slurm.vllm.model is empty: name the model that they serve, then `rollout slurm up`")
     jobs = jobs_of(config)
-    before = jobs.state().wanted(kind)
+    before, stale = jobs.state().wanted(kind), wanted.changed_since(config, jobs.state())
     jobs.change(lambda _: jobs.state().sized({kind: number}))
     try:
         step = jobs.step()
     except calls.SlurmAway as error:
         noted = f"{kind}: {before} -> {number} is noted, and not done yet"
         raise calls.SlurmAway(f"{noted}: {error}. The maint task does it as soon as it can") from None
+    if stale:
+        _told(stale)
     if as_json:
         submitted = {name: {"tasks": count, "jobs": ids} for name, (count, ids) in step.submitted.items()}
         say({"kind": kind, "before": before, "wanted": number, "submitted": submitted, "refused": step.refused,
@@ -199,6 +209,7 @@ def scale(ctx: click.Context, kind: str, number: int, as_json: bool) -> None:
 def down(ctx: click.Context, finish: bool, timeout: float, as_json: bool) -> None:
     """Tell all jobs to end, Redis last, and wait until they have. Data, results and logs stay in slurm.folder."""
     from workers.slurm.bring_up import Wait, emptied
+    from workers.slurm.finish import leave_word, until_empty
 
     settings(ctx).logs()
     config = settings(ctx).config()
@@ -206,12 +217,12 @@ def down(ctx: click.Context, finish: bool, timeout: float, as_json: bool) -> Non
     look = look_of(config)
     jobs.state()
     if finish:
-        _until_empty(look)
+        until_empty(jobs, look_of(config, troubled=True), _told)
     found = look()
     for half in (emptied(jobs.state()), {"redis": 0}):
         state = jobs.change(lambda _, half=half: jobs.state().sized(half))  # type: ignore[misc]
         Wait(jobs=jobs, changes=state.changes, timeout=timeout, look=look, say=_told).until_gone(set(half))
-    _leave_word(config)
+    leave_word(config)
     done = found.rollouts.get("done", 0)
     if as_json:
         say({"folder": str(jobs.folder), "rollouts": dict(found.rollouts)})
@@ -220,32 +231,6 @@ def down(ctx: click.Context, finish: bool, timeout: float, as_json: bool) -> Non
     click.echo(f"all jobs have ended; data and logs stay in {jobs.folder}")
     if left or done:
         click.echo(f"{left} rollouts go on when the line is up again, {done} wait to be popped")
-
-
-def _leave_word(config: Config) -> None:
-    """For workers that Slurm has lost sight of (their slurmd died): they end, rather than wait for another Redis."""
-    file = address_file.file_of(config)
-    if file is not None and config.slurm.redis.jobs:
-        try:
-            address_file.take_down(file)
-        except OSError as error:
-            log.warning("%s can't say that the line is down (%s): a worker unknown to Slurm waits on", file, error.strerror)
-
-
-def _until_empty(look: Callable[[], Live]) -> None:
-    """Raises RedisUnavailable: whether the line is empty can't be known."""
-    said = -1
-    while True:
-        found = look()
-        if found.trouble:
-            raise RedisUnavailable(f"whether the line is empty is not known: {found.trouble}")
-        left = sum(count for stage, count in found.rollouts.items() if stage != "done")
-        if not left:
-            return
-        if left != said:
-            _told(f"{left} rollouts are still on their way")
-        said = left
-        time.sleep(1.0)
 
 
 @slurm.command()

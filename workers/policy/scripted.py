@@ -25,6 +25,7 @@ import click
 from aiohttp import web
 
 from pipeline.errors import ConfigError, PolicyError
+from workers.address import bracketed
 from workers.policy.rendering import Rendering
 from workers.policy.scripted_engine import Engine, Pace
 from workers.policy.scripted_faults import Faults
@@ -102,7 +103,7 @@ async def start(
     site = web.TCPSite(runner, host, port, backlog=4096)
     await site.start()
     taken = runner.addresses[0][1]
-    return Running(f"http://{host}:{taken}", engine, face, faults, runner)
+    return Running(f"http://{bracketed(host)}:{taken}", engine, face, faults, runner)
 
 
 @dataclass

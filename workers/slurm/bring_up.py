@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pipeline.config_slurm import KINDS
 from pipeline.errors import LineError
@@ -25,6 +25,12 @@ LOOKS = (0.5, 1.0, 2.0, 5.0)
 HOPELESS = 3
 """A kind whose tasks ended at once so often is given up by `up`; the keeper goes on, ever more slowly."""
 
+SETTLED = 5.0
+"""Seconds that a maint task has to run until it counts: it says nothing of itself in the line."""
+
+WAITS = 30.0
+"""Seconds for which `up` waits for nodes for tasks of a kind of which older ones work."""
+
 LOG_LINES = 8
 
 
@@ -38,7 +44,8 @@ class NotUp(LineError):
 class Wait:
     """Waiting for the jobs of a line. `say`: told each sentence once; `look`: at the line itself; times in seconds.
 
-    `old`: tasks that had ended before; nothing is said of them.
+    `old`: tasks that had ended before; nothing is said of them. `known`: jobs that were there before; of a kind that
+    has others, one of these must come to the line.
     """
 
     jobs: Jobs
@@ -47,6 +54,7 @@ class Wait:
     look: Callable[[], Live]
     say: Callable[[str], None]
     old: frozenset[str] = frozenset()
+    known: frozenset[str] = frozenset()
     _began: float = field(default_factory=time.monotonic)
     _looks: int = 0
     _said: set[str] = field(default_factory=set)
@@ -57,7 +65,7 @@ class Wait:
         """Step until each kind is there. Raises NotUp with what is missing and why, after `timeout` or earlier."""
         while True:
             step, found = self.step(), self.look()
-            lacks = {kind: why for kind in KINDS if (why := lack(kind, step, found, self.jobs))} if step else {}
+            lacks = {kind: why for kind in KINDS if (why := self.lack(kind, step, found))} if step else {}
             if step and not lacks:
                 return step, found
             self._tell_failures(step)
@@ -67,6 +75,24 @@ class Wait:
                 after = "" if hopeless else f" after {self.timeout:g} s"
                 raise NotUp(f"the line is not up{after}:{said}\nWhat was submitted stays; `rollout slurm status` looks")
             self.pause()
+
+    def lack(self, kind: str, step: Step, found: Live) -> str:
+        """Why a kind is not there yet, or, beside older tasks, none of those that were submitted; else ""."""
+        why = lack(kind, step, found, self.jobs)
+        new = [row for row in step.rows if row.kind == kind and row.job not in self.known]
+        own = [row for row in new if not row.over and row.id not in step.state.draining]
+        if why or kind not in (*STAGES, "maint") or not step.state.wanted(kind) or not (new or kind in step.submitted):
+            return why
+        if any(row.runs and (row.used >= SETTLED if kind == "maint" else row.job in found.jobs) for row in own):
+            return ""
+        waits = bool(own) and all(row.waits for row in own)
+        if waits and time.monotonic() - self._began > WAITS:
+            self._once(f"{kind}: older tasks work; {_reason(kind, step, [], found, self.jobs)}")
+            return ""
+        running = [row for row in own if row.runs]
+        others = [row for row in step.rows if row.kind != kind]
+        why = _reason(kind, replace(step, rows=[*others, *new]), running, found, self.jobs)
+        return f"{kind}: older tasks work, none of those just submitted: {why}"
 
     def until_gone(self, kinds: set[str]) -> None:
         """Step until no task of these kinds is there. Raises NotUp with those that are left, after `timeout`."""
@@ -127,7 +153,7 @@ def lack(kind: str, step: Step, found: Live, jobs: Jobs) -> str:
     own = [row for row in step.rows if row.kind == kind and not row.over and row.id not in step.state.draining]
     running = [row for row in own if row.runs]
     if kind == "maint":
-        there = bool(running)
+        there = any(row.used >= SETTLED for row in running)
     elif kind == "redis":
         there = not found.trouble and bool(running)
     else:
@@ -136,7 +162,7 @@ def lack(kind: str, step: Step, found: Live, jobs: Jobs) -> str:
 
 
 def _reason(kind: str, step: Step, running: list[Row], found: Live, jobs: Jobs) -> str:
-    told = status.of_kind(step.state, step.rows, kind, time.time())
+    told = status.of_kind(step.state, step.rows, kind, time.time(), kept=status.kept(step.rows, step.state))
     if running:
         if found.trouble and kind != "redis":
             return f"{len(running)} run, and wait for Redis" + (

@@ -26,6 +26,9 @@ AWAY = re.compile(
 )
 """What the commands say when the controller does not answer; some of it leaves open whether a job was submitted."""
 
+SIZES = re.compile(r"node configuration|Memory specification|Invalid generic resource", re.IGNORECASE)
+"""What sbatch says to sizes that no node has."""
+
 ALREADY = re.compile(r"Invalid job id|already complet|Job/step already|not pending nor running", re.IGNORECASE)
 """What scancel says of a job that has ended meanwhile."""
 
@@ -56,6 +59,10 @@ class SlurmError(LineError):
     """Slurm refused something, or is not here."""
 
     kind = "slurm"
+
+
+class SlurmRefused(SlurmError):
+    """A command was answered with a no."""
 
 
 class SlurmAway(SlurmError):
@@ -91,10 +98,10 @@ def rows(tag: str) -> list[Row]:
     return parse(told.splitlines(), tag)
 
 
-def over(tag: str) -> list[str]:
-    """Ids of the line's tasks that have ended, as far as Slurm still knows or can be asked. Raises SlurmError."""
+def rows_if_known(tag: str) -> list[Row]:
+    """`rows`, or none while Slurm's controller is away. Raises SlurmError."""
     try:
-        return [row.id for row in rows(tag) if row.over]
+        return rows(tag)
     except SlurmAway:  # whoever asks waits for it later
         return []
 
@@ -109,7 +116,12 @@ def submit(kind: str, text: str, count: int, environment: Mapping[str, str], fol
     while count > 0:
         size = min(count, LONGEST_ARRAY)
         array = [] if kind == "redis" else [f"--array=1-{size}"]
-        told = _call("sbatch", "--parsable", export, *array, text=text, environ=environment, folder=folder, kind=kind)
+        try:
+            told = _call(
+                "sbatch", "--parsable", export, *array, text=text, environ=environment, folder=folder, kind=kind
+            )
+        except SlurmRefused as error:
+            raise SlurmError(f"{error}{_sizes(str(error), text)}") from None
         jobs.append(told.strip().splitlines()[-1].partition(";")[0])
         count -= size
     return jobs
@@ -157,7 +169,7 @@ def _call(
         return done.stdout
     if AWAY.search(said):
         raise SlurmAway(f"Slurm's controller does not answer: {said}")
-    raise SlurmError(f"{program} refused{f' the {kind} jobs' if kind else ''}: {said}{_hint(said, kind)}")
+    raise SlurmRefused(f"{program} refused{f' the {kind} jobs' if kind else ''}: {said}{_hint(said, kind)}")
 
 
 def together(refused: Mapping[str, str]) -> list[str]:
@@ -185,6 +197,22 @@ def _said(text: str) -> str:
 def _all_already(text: str) -> bool:
     lines = [line for line in text.splitlines() if line.strip()]
     return bool(lines) and all(ALREADY.search(line) for line in lines)
+
+
+def _sizes(said: str, script: str) -> str:
+    """What a script asks for, and what the largest nodes have, where sbatch refused it for its size."""
+    if not SIZES.search(said):
+        return ""
+    asked = dict(re.findall(r"^#SBATCH --(cpus-per-task|mem|gres|partition)=(\S+)$", script, re.MULTILINE))
+    gpus = f", {asked['gres']}" if "gres" in asked else ""
+    about = f". It asks for {asked.get('cpus-per-task', '?')} cores, {asked.get('mem', '?').rstrip('M')} MB{gpus}"
+    where = [f"--partition={asked['partition']}"] if "partition" in asked else []
+    try:
+        told = _call("sinfo", "--noheader", "--exact", *where, "--format=%c %m")
+    except SlurmError:  # what was asked for says enough
+        return about
+    nodes = [(int(cores), int(memory)) for cores, memory in re.findall(r"^(\d+)\+? +(\d+)\+?\s*$", told, re.MULTILINE)]
+    return f"{about}; the largest node has {max(nodes)[0]} cores and {max(nodes)[1]} MB" if nodes else about
 
 
 def _hint(said: str, kind: str) -> str:

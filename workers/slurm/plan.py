@@ -73,6 +73,7 @@ def _remembered(state: State, rows: Sequence[Row], now: float) -> State:
         draining={id: since for id, since in state.draining.items() if id in there},
         completing={row.id: state.completing.get(row.id, now) for row in rows if row.state == COMPLETING},
         seen=[id for id in state.seen if id in there],
+        before=[id for id in state.before if id in there],
     )
 
 

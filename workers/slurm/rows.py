@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from pipeline.config_slurm import KINDS
 
-FORMAT = "%i|%T|%L|%M|%r|%N|%j"
-"""squeue's -o: id, state, time left, time used, reason, nodes, name. The name comes last: it alone may hold a `|`."""
+FORMAT = "%i|%T|%L|%M|%r|%N|%e|%j"
+"""squeue's -o: id, state, time left, time used, reason, nodes, end, name. The name is last: it alone may hold a `|`."""
 
 WAITING = frozenset({"PENDING", "REQUEUED", "REQUEUE_FED"})
 RUNNING = frozenset({"RUNNING", "CONFIGURING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "STAGE_OUT"})
@@ -32,7 +33,8 @@ _NAME = re.compile(rf"^(?P<line>.+)-(?P<kind>{'|'.join(KINDS)})-(?P<tag>[0-9a-f]
 class Row:
     """One task. `id` is "12_3", or "12" of a job that is no array.
 
-    `left`: seconds to its limit, None without one. `used`: seconds since its (last) start.
+    `left`: seconds to its limit, None without one. `used`: seconds since its (last) start. `end`: when it ended or has
+    to, in Unix seconds, None where that is not known.
     """
 
     id: str
@@ -43,6 +45,7 @@ class Row:
     reason: str
     node: str
     name: str
+    end: float | None = None
 
     @property
     def waits(self) -> bool:
@@ -90,19 +93,27 @@ def seconds(text: str) -> float | None:
     return float(((days * 24 + hours) * 60 + minutes) * 60 + rest)
 
 
+def moment(text: str) -> float | None:
+    """Unix seconds of a local time as squeue writes it (2026-11-30T19:32:27); None for N/A."""
+    try:
+        return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
+    except ValueError:
+        return None
+
+
 def parse(lines: Iterable[str], tag: str) -> list[Row]:
     """The rows of the line with this tag, of squeue's lines in FORMAT; jobs of other names are left out."""
     rows = []
     for line in lines:
-        parts = line.strip().split("|", 6)
-        name = _NAME.match(parts[6]) if len(parts) == 7 else None
+        parts = line.strip().split("|", 7)
+        name = _NAME.match(parts[7]) if len(parts) == 8 else None
         if name is None or name["tag"] != tag or not re.fullmatch(r"\d+(_\d+)?", parts[0]):
             continue
-        id, state, left, used, reason, node, whole = parts
+        id, state, left, used, reason, node, end, whole = parts
         rows.append(
             Row(
                 id=id, kind=name["kind"], state=state, left=seconds(left), used=seconds(used) or 0.0,
-                reason=reason.strip("()"), node=node, name=whole,
+                reason=reason.strip("()"), node=node, name=whole, end=moment(end),
             )
         )  # fmt: skip
     return sorted(rows, key=lambda row: (KINDS.index(row.kind), row.number))

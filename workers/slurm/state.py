@@ -45,7 +45,8 @@ class State:
     replaced, and how long a task may take to go before it is cancelled. `environment` is what jobs are submitted with.
     `draining`: tasks that were told to go, and when; `completing`: since when one has been seen to end; `seen`: tasks
     whose quick end has been counted; `young`: jobs, and their kind, that have not worked for a while yet (Slurm may
-    forget one that ends at once). `changes` counts up, scale and down. Times are Unix seconds of whoever wrote them.
+    forget one that ends at once). `before`: tasks that had ended when `up` was said last; `sizes`: the settings'
+    numbers of jobs then. `changes` counts up, scale and down. Times are Unix seconds of whoever wrote them.
     """
 
     line: str
@@ -60,6 +61,8 @@ class State:
     struck: dict[str, Strike] = field(default_factory=dict)
     seen: list[str] = field(default_factory=list)
     young: dict[str, str] = field(default_factory=dict)
+    before: list[str] = field(default_factory=list)
+    sizes: dict[str, int] = field(default_factory=dict)
     changes: int = 0
 
     def wanted(self, kind: str) -> int:

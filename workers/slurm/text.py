@@ -146,6 +146,14 @@ def _setup(config: Config) -> list[str]:
     return ["set +u", *lines, "set -u"] if lines else []
 
 
+def setup_lines(script: str) -> range:
+    """The numbers, from 1, of a script's lines that slurm.setup gave."""
+    lines = script.splitlines()
+    if "set +u" not in lines:
+        return range(0)
+    return range(lines.index("set +u") + 2, len(lines) - lines[::-1].index("set -u"))
+
+
 def _program(config: Config, kind: str) -> list[str]:
     """`exec`: the program takes the shell's place, so Slurm's early signal reaches the program itself."""
     told = f"# Slurm sends SIGTERM to this very process {config.slurm.signal} s (at times 60 s more) before its limit."

@@ -121,6 +121,7 @@ def state_of(config: Config, known: State | None, environ: Mapping[str, str], ov
     fresh = State(
         line=config.line.name, folder=str(folder), tag=tag, overlap=config.slurm.overlap,
         patience=config.limits.grace + PATIENCE, environment=passed(environ), kinds=kinds,
+        sizes={kind: item.jobs for kind, item in kinds.items()},
     )  # fmt: skip
     if known is None or known.tag != tag:
         return fresh
@@ -137,6 +138,36 @@ def state_of(config: Config, known: State | None, environ: Mapping[str, str], ov
 def _same(known: State, fresh: State) -> bool:
     """Whether an `up` asks for what is wanted already: whoever waits for that may go on."""
     return (known.kinds, known.environment, known.overlap) == (fresh.kinds, fresh.environment, fresh.overlap)
+
+
+def changed_since(config: Config, known: State) -> str:
+    """Which settings of the section `slurm` the last `up` has not seen yet, as a sentence; "" where it has seen all.
+
+    What comes from a shell (its variables, --set, where the program lies) is left out: another shell has others.
+    """
+    if not any(map(known.wanted, known.kinds)):
+        return ""
+    place = Place(tag=known.tag, folder=known.folder, program=config.slurm.program)
+    kinds = [
+        kind
+        for kind in KINDS
+        if kind in known.kinds
+        and (
+            known.sizes.get(kind, config.slurm.jobs(kind).jobs) != config.slurm.jobs(kind).jobs
+            or _of_settings(text(config, kind, place), config) != _of_settings(known.kinds[kind].text, config)
+        )
+    ]
+    if not kinds and known.overlap == config.slurm.overlap:
+        return ""
+    about = f" ({', '.join(kinds)})" if kinds else ""
+    return f"the settings have changed since the last `up`{about}: `rollout slurm up` takes them"
+
+
+def _of_settings(script: str, config: Config) -> list[str]:
+    """A script's lines without those that `up` takes from its shell."""
+    shells = ["LINE_CONFIG=", "LINE_HOME=", f"export {PREFIX}", *([] if config.slurm.program else ["LINE_PROGRAM="])]
+    lines = script.splitlines()
+    return [line for line in lines if not line.startswith(tuple(shells))]
 
 
 def resized(before: State | None, after: State) -> list[str]:
