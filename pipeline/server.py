@@ -135,6 +135,7 @@ def start_guarded(
     It ends with this process, and `limit` seconds after the last call of `renewed`. Its small files (a password made
     for it, its socket) lie in a folder of this machine's own that ends with it. Raises as `start`.
     """
+    files.sweep_runtime()
     home = files.runtime_folder(stays=True)
     try:
         return _start_in(

@@ -28,6 +28,8 @@ from pipeline.errors import ConfigError
 
 LONGEST_SOCKET_PATH = 100  # bytes; Linux allows 107, and some tools fewer
 OLDEST_MAJOR = 7
+RUNTIME_PREFIX = "rollout-"
+"""How the names of runtime folders begin."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,11 +157,28 @@ def runtime_folder(*, stays: bool) -> Path:
         if len(os.fsencode(place)) + len("/rollout-12345678/redis.sock") > LONGEST_SOCKET_PATH:
             tried.append(place)
             continue
-        return Path(tempfile.mkdtemp(prefix="rollout-", dir=place))
+        return Path(tempfile.mkdtemp(prefix=RUNTIME_PREFIX, dir=place))
     raise ConfigError(
         f"no folder with a path short enough for a Unix socket ({LONGEST_SOCKET_PATH} bytes; tried "
         f"{', '.join(tried) or 'none that can be written'}): set TMPDIR to a short one"
     )
+
+
+def sweep_runtime(place: Path | None = None) -> list[Path]:
+    """Remove what servers whose data was thrown away left in `place` (None: the temporary directory); what was removed.
+
+    Only folders of this user that name a server of this very boot of this machine, which has ended: it died together
+    with whoever would have removed them.
+    """
+    removed = []
+    for folder in (place or Path(tempfile.gettempdir())).glob(f"{RUNTIME_PREFIX}*"):
+        state = stale_state(folder)
+        if state is None or state.folder != str(folder) or state.boot != boot_id() or state.alive():
+            continue
+        if folder.stat().st_uid == os.geteuid():
+            shutil.rmtree(folder, ignore_errors=True)
+            removed.append(folder)
+    return removed
 
 
 def socket_in(folder: Path) -> Path | None:

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
+from pipeline import server_files
 from pipeline.audit import audit as audit_line
 from pipeline.config import Config
 from pipeline.connection import connect
@@ -61,14 +62,14 @@ def evict() -> dict[str, Any]:
 
 
 def sweep() -> list[str]:
-    """Remove what dead sandbox hosts left on this machine; what was removed."""
+    """Remove what dead sandbox hosts, and dead servers of Redis, left on this machine; what was removed."""
     from workers.sandbox.boxes import orphans
     from workers.sandbox.host import sandbox_root
 
-    removed = orphans.sweep(sandbox_root(_config()))
+    removed = [*orphans.sweep(sandbox_root(_config())), *map(str, server_files.sweep_runtime())]
     for what in removed:
         log.info("left behind by a dead host, removed: %s", what)
-    return list(removed)
+    return removed
 
 
 def audit() -> list[str]:

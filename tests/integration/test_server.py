@@ -334,3 +334,27 @@ def test_provided_uses_the_users_server_then_a_found_one_then_its_own(redis_serv
     finally:
         stays.stop()
     assert not stays.alive()
+
+
+def test_what_a_killed_machine_half_left_is_swept(tmp_path: Path) -> None:
+    """Only folders of servers that have ended, of this boot of this machine: others may be another machine's."""
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+
+    def left(name: str, **about: object) -> Path:
+        folder = tmp_path / name
+        folder.mkdir()
+        facts = {
+            "url": "", "password_file": "", "pid": gone.pid, "start_time": 1, "boot": server_files.boot_id(),
+            "folder": str(folder), "runtime": "", "tied": True, "binary": "",
+        }  # fmt: skip
+        server_files.write_state(server_files.State(**{**facts, **about}))  # type: ignore[arg-type]
+        return folder
+
+    dead = left("rollout-dead")
+    left("rollout-alive", pid=os.getpid(), start_time=server_files.process_start(os.getpid()))
+    left("rollout-elsewhere", boot="another")
+    left("others")
+    (tmp_path / "rollout-young").mkdir()
+    assert server_files.sweep_runtime(tmp_path) == [dead]
+    assert not dead.exists() and len(list(tmp_path.iterdir())) == 4

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipeline import address_file
+from pipeline import address_file, server_files
 from pipeline.audit import audit
 from pipeline.client import RolloutClient
 from pipeline.envelope import Task
@@ -159,6 +159,8 @@ def check_nodes(cluster: Cluster, folder: Path) -> None:
         assert time.monotonic() < until, f"left: {left}"
         for root in folder.glob("n*/*"):
             orphans.sweep(root)
+        for root in folder.glob("tmp/*"):
+            server_files.sweep_runtime(root)
         mounts = [text for text in Path("/proc/self/mountinfo").read_text().splitlines() if str(folder) in text]
         files = [*folder.glob("n*/*/*"), *folder.glob("tmp/*/*")]
         left = [*cluster.processes(jobs=True), *marked(folder), *files, *mounts]
