@@ -11,6 +11,7 @@ import time
 import psutil
 import pytest
 
+from workers import canary as canary_module
 from workers.canary import Canary
 
 
@@ -98,8 +99,11 @@ async def test_it_holds_back_where_the_order_is_not_known() -> None:
         await earlier.wait()
 
 
-async def test_it_holds_nothing_back_where_it_is_the_first() -> None:
+async def test_it_holds_nothing_back_where_it_is_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
+    children = canary_module._children
+    others = children()  # of the tests that ran in this process before
+    monkeypatch.setattr(canary_module, "_children", lambda: children() - others)
     canary, (outer, _) = await started(told)
     later = await asyncio.create_subprocess_exec("sleep", "600")
     try:
