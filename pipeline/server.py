@@ -137,6 +137,7 @@ def start_guarded(
     """
     files.sweep_runtime()
     home = files.runtime_folder(stays=True)
+    files.mark_runtime(home)
     try:
         return _start_in(
             home, throw=home, tied=True, tcp=tcp, fraction=fraction, data=data, log=log, limit=limit, given_up=given_up

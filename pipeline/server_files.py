@@ -164,20 +164,26 @@ def runtime_folder(*, stays: bool) -> Path:
     )
 
 
-def sweep_runtime(place: Path | None = None) -> list[Path]:
-    """Remove what servers whose data was thrown away left in `place` (None: the temporary directory); what was removed.
+def mark_runtime(folder: Path) -> None:
+    """Say in a runtime folder that it is this process's own, for `sweep_runtime`."""
+    write_private(folder / "owner", f"{os.getpid()} {process_start(os.getpid())} {boot_id()}\n")
 
-    Only folders of this user that name a server of this very boot of this machine, which has ended: it died together
-    with whoever would have removed them.
+
+def sweep_runtime(place: Path | None = None) -> list[Path]:
+    """Remove the runtime folders in `place` (None: the temporary directory) whose owner was killed; what was removed.
+
+    Only those of this user, marked by a process of this very boot of this machine that has ended: /tmp may be shared.
     """
     removed = []
-    for folder in (place or Path(tempfile.gettempdir())).glob(f"{RUNTIME_PREFIX}*"):
-        state = stale_state(folder)
-        if state is None or state.folder != str(folder) or state.boot != boot_id() or state.alive():
+    for mark in (place or Path(tempfile.gettempdir())).glob(f"{RUNTIME_PREFIX}*/owner"):
+        try:
+            pid, started, boot = mark.read_text(encoding="ascii").split()
+            ours = mark.stat().st_uid == os.geteuid() and boot == boot_id()
+            if ours and str(process_start(int(pid))) != started:
+                shutil.rmtree(mark.parent, ignore_errors=True)
+                removed.append(mark.parent)
+        except (OSError, ValueError):  # another user's, or being written or removed just now
             continue
-        if folder.stat().st_uid == os.geteuid():
-            shutil.rmtree(folder, ignore_errors=True)
-            removed.append(folder)
     return removed
 
 

@@ -160,7 +160,9 @@ async def test_told_to_end_a_worker_finishes_or_gives_back(workers: Workers, tmp
         asked = time.monotonic()
         first.send_signal(signal.SIGTERM)
         await eventually(
-            lambda: "asked to stop: nothing more is claimed, 4 rollouts in work" in workers.logs(), 2.0, "word"
+            lambda: "asked to stop (SIGTERM): nothing more is claimed, 4 rollouts in work" in workers.logs(),
+            2.0,
+            "word",
         )
         await eventually(lambda: first.poll() is not None, 10.0, "its end")
         assert first.returncode == 0

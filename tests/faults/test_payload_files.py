@@ -58,7 +58,8 @@ async def test_killed_at_a_gap_no_file_is_lost_or_left(
         assert -signal.SIGKILL in [process.returncode for process in workers.all]
         await us.check_empty()
         removed = await check_no_file(us, workers.config, monkeypatch)
-        assert removed > 0 or gap == "committed", "what the killed worker had written"
+        if gap not in ("commit-sent", "committed"):  # there Redis may have, or has, what the killed worker wrote
+            assert removed > 0, "what the killed worker had written"
 
 
 @pytest.mark.ci

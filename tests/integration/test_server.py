@@ -336,25 +336,23 @@ def test_provided_uses_the_users_server_then_a_found_one_then_its_own(redis_serv
     assert not stays.alive()
 
 
-def test_what_a_killed_machine_half_left_is_swept(tmp_path: Path) -> None:
-    """Only folders of servers that have ended, of this boot of this machine: others may be another machine's."""
+def test_what_a_killed_owner_left_is_swept(tmp_path: Path) -> None:
+    """Only what a process marked that has ended, on this boot of this machine: the rest may be another machine's."""
     gone = subprocess.Popen(["true"])
     gone.wait()
 
-    def left(name: str, **about: object) -> Path:
+    def left(name: str, mark: str) -> Path:
         folder = tmp_path / name
         folder.mkdir()
-        facts = {
-            "url": "", "password_file": "", "pid": gone.pid, "start_time": 1, "boot": server_files.boot_id(),
-            "folder": str(folder), "runtime": "", "tied": True, "binary": "",
-        }  # fmt: skip
-        server_files.write_state(server_files.State(**{**facts, **about}))  # type: ignore[arg-type]
+        (folder / "owner").write_text(mark)
         return folder
 
-    dead = left("rollout-dead")
-    left("rollout-alive", pid=os.getpid(), start_time=server_files.process_start(os.getpid()))
-    left("rollout-elsewhere", boot="another")
-    left("others")
-    (tmp_path / "rollout-young").mkdir()
+    dead = left("rollout-dead", f"{gone.pid} 1 {server_files.boot_id()}")
+    left("rollout-elsewhere", f"{gone.pid} 1 another-boot")
+    left("rollout-half", "12")
+    left("others", f"{gone.pid} 1 {server_files.boot_id()}")
+    (tmp_path / "rollout-mine").mkdir()
+    server_files.mark_runtime(tmp_path / "rollout-mine")
+    (tmp_path / "rollout-unmarked").mkdir()
     assert server_files.sweep_runtime(tmp_path) == [dead]
-    assert not dead.exists() and len(list(tmp_path.iterdir())) == 4
+    assert not dead.exists() and len(list(tmp_path.iterdir())) == 5
