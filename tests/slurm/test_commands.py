@@ -118,7 +118,7 @@ def test_the_whole_line_comes_up_changes_and_goes(cluster: Cluster, line: Path) 
     assert alive(cluster) == []
     ended = Counter(row.state for row in cluster.rows() if row.name.startswith("small-") and row.id != killed[0])
     assert set(ended) <= {"COMPLETED", "CANCELLED"}, ended  # cancelled: those that had just begun
-    assert ended["COMPLETED"] > 3
+    assert ended["COMPLETED"] >= 2
     assert cluster.processes(jobs=True) == []
     assert (line / "line" / "redis").is_dir()
 
@@ -158,7 +158,7 @@ def test_a_kind_that_waits_is_said_with_the_reason(cluster: Cluster, tmp_path: P
     few = {kind: {"jobs": 0} for kind in ("init", "eval", "maint")}
     line = settings(tmp_path, run={"options": ["--begin=now+1hour"]}, **few)
     said = rollout(line, "slurm", "up", "--timeout", "8", code=1).stderr
-    assert "the line is not up after 8 s: " in said
+    assert "the line is not up after 8 s:" in said
     assert "run: 2 wait: BeginTime: it starts later" in said
     status = told(line, "slurm", "status")  # exit 0: they are on their way
     assert status["kinds"]["run"]["waiting"] == 2
@@ -256,7 +256,7 @@ def test_two_lines_side_by_side(cluster: Cluster, tmp_path: Path) -> None:
 
 def test_what_is_missing_here_is_a_sentence(cluster: Cluster, tmp_path: Path) -> None:
     line = settings(tmp_path)
-    assert "`rollout slurm up` submits them" in rollout(line, "slurm", "status", code=1).stderr
+    assert "`rollout slurm up` makes a new one" in rollout(line, "slurm", "status", code=1).stderr
     assert "slurm.folder is empty" in rollout(line, "--set", "slurm.folder=", "slurm", "up", code=1).stderr
     assert "no sbatch on PATH" in rollout(line, "slurm", "up", code=1, PATH=str(tmp_path)).stderr
     assert "squeue refused" in rollout(line, "slurm", "up", code=1, SLURM_CONF=os.devnull).stderr

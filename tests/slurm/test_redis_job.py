@@ -68,7 +68,7 @@ async def test_requeued_onto_another_node_in_mid_run(cluster: Cluster, tmp_path:
         cluster.call("scontrol", "update", f"JobId={redis}", f"ExcNodeList={first.node}")
         await asyncio.sleep(max(0.0, began + 12.0 - time.monotonic()))  # as long as it takes without short settings
         cluster.call("scontrol", "release", redis)
-        await until(lambda: address_file.read(file).epoch > before.epoch, 90.0, "the next address")
+        await until(lambda: address_file.last_epoch(file) > before.epoch, 90.0, "the next address")
         assert time.monotonic() - began > 12.0
         after = address_file.read(file)
         await us.collect(96, 60.0)
