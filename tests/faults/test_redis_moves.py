@@ -69,7 +69,8 @@ async def test_ended_and_begun_elsewhere(workers: Workers, kept: Keepers, tmp_pa
         await us.check_empty()
 
 
-@pytest.mark.parametrize("how", ["suspended", pytest.param("killed", marks=pytest.mark.ci)])
+@pytest.mark.ci
+@pytest.mark.parametrize("how", ["suspended", "killed"])
 async def test_its_job_hangs_or_dies_and_another_follows(
     workers: Workers, kept: Keepers, tmp_path: Path, how: str
 ) -> None:

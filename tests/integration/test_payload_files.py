@@ -148,6 +148,7 @@ async def test_while_the_folder_is_away_nothing_is_claimed_and_nothing_counts(
         await client.ack(batch)
 
 
+@pytest.mark.ci
 async def test_a_worker_whose_folder_stays_away_ends(config: Config, request: pytest.FixtureRequest) -> None:
     config = config.changed({"limits.outage": 0.3, "limits.loop_dead": 3600.0})
     async with RolloutClient(config=config) as client:

@@ -240,6 +240,7 @@ def _get(client: redis.Redis) -> object:
         return error
 
 
+@pytest.mark.ci
 def test_who_is_told_to_end_before_its_copy_is_whole_leaves_the_copying_to_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -316,6 +317,7 @@ def test_a_frozen_keeper_loses_its_server_at_once_and_begins_anew(kept: Keepers)
     assert "the lock was lost" in kept.logs() and not guard.is_running()
 
 
+@pytest.mark.ci
 def test_a_job_that_is_suspended_wakes_up_without_its_server(kept: Keepers) -> None:
     first = kept.started()
     one = address_file.read(kept.file)
@@ -369,6 +371,7 @@ def test_wrong_use_is_said(kept: Keepers) -> None:
     assert done.returncode == 1 and "no interface 'nosuch0'" in done.stderr
 
 
+@pytest.mark.ci
 def test_a_full_folder_delays_the_address_and_no_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -397,6 +400,7 @@ def test_a_full_folder_delays_the_address_and_no_more(
     assert not thread.is_alive()
 
 
+@pytest.mark.ci
 def test_a_server_that_never_starts_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object, **__: object) -> Server:
         raise RedisUnavailable("redis-server ended while it started; it said: no")
