@@ -53,6 +53,8 @@ bench: $(STAMP) ## figures of this machine, into benchmarks/results/ (keep the m
 	$(BIN)/python benchmarks/policy.py --json benchmarks/results/policy.json
 	$(BIN)/python benchmarks/handlers.py --json benchmarks/results/handlers.json
 	$(BIN)/python benchmarks/trainer.py --json benchmarks/results/trainer.json
+	$(BIN)/python benchmarks/fleet.py --json benchmarks/results/fleet.json
+	$(BIN)/python benchmarks/payload_files.py --json benchmarks/results/payload_files.json
 	$(BIN)/python benchmarks/scaling.py --json benchmarks/results/scaling.json
 
 soak: $(STAMP) ## the full sizes: the long tests, then the benchmarks
