@@ -52,16 +52,13 @@ class JobsConfig(Closed):
     options: list[Option] = Field(default_factory=list)
 
 
-class RedisJobConfig(Closed):
+class RedisJobConfig(JobsConfig):
     """The job of the line's Redis: one at a time. `jobs` 0: the line has a Redis elsewhere (redis.url)."""
 
     jobs: Annotated[int, Field(ge=0, le=1)] = 1
     cpus: AtLeastOne = 2
     memory_mb: AtLeastOne = 16_384
-    gpus: Count = 0
     time: TimeLimit = "2-00:00:00"
-    partition: Word = ""
-    options: list[Option] = Field(default_factory=list)
 
 
 class VllmJobsConfig(JobsConfig):
@@ -95,9 +92,9 @@ class SlurmConfig(Closed):
     maint: JobsConfig = JobsConfig(jobs=2, cpus=1, memory_mb=2048)
     vllm: VllmJobsConfig = VllmJobsConfig()
 
-    def jobs(self, kind: str) -> JobsConfig | RedisJobConfig:
+    def jobs(self, kind: str) -> JobsConfig:
         """The settings of one of KINDS."""
-        found: JobsConfig | RedisJobConfig = getattr(self, kind)
+        found: JobsConfig = getattr(self, kind)
         return found
 
     def wrong(self, grace: float) -> str:
