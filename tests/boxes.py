@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shutil
 import tempfile
 import time
@@ -10,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 import pytest
 
 from pipeline.config import Config
@@ -18,6 +20,7 @@ from workers.sandbox import programs
 from workers.sandbox.box import Box, Driver, Spec
 from workers.sandbox.boxes import make_driver
 from workers.sandbox.boxes.apptainer import Apptainer
+from workers.sandbox.processes import MARK
 
 ISOLATING = ("bubblewrap", "apptainer")
 ALL = ("local", *ISOLATING, "apptainer-instance")
@@ -100,3 +103,13 @@ async def until(true: Callable[[], bool], seconds: float = 15.0) -> bool:
             return False
         await asyncio.sleep(0.02)
     return True
+
+
+def marked(root: Path) -> list[str]:
+    """Command lines of living processes that belong to a sandbox under `root`."""
+    found = []
+    for process in psutil.process_iter(["status", "cmdline"]):
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            if process.info["status"] != psutil.STATUS_ZOMBIE and str(root) in process.environ().get(MARK, ""):
+                found.append(" ".join(process.info["cmdline"]))
+    return found

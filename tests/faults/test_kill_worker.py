@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.tools import STAGES, Workers, eventually, freeze, starts, thaw, trainer
+from tests.faults.tools import STAGES, Trainer, Workers, eventually, freeze, starts, thaw, trainer
 from tests.faults.worker_main import GAPS
 
 
@@ -69,6 +69,25 @@ class Reaper:
             self.workers.kill(self.random.choice(self.workers.living()))
 
 
+async def killed_at_random(us: Trainer, workers: Workers, rollouts: int, kills: int) -> None:
+    """Two workers of each kind. Enqueueing goes on while workers die, so that the kills hit a working line."""
+    ids: list[str] = []
+    for stage in STAGES:
+        for _ in range(2):
+            workers.start(stage, 8)
+    reaper = Reaper(workers, kills, 0.5)
+    while reaper.left:
+        if len(ids) - len(us.got) < 64 and len(ids) < rollouts:
+            ids += await us.put(min(16, rollouts - len(ids)), sleep=0.1)
+        await us.turn(16, 0.1)
+        reaper()
+    while len(ids) < rollouts:
+        ids += await us.put(min(200, rollouts - len(ids)))
+    await us.collect(rollouts, 120.0, workers.revive)
+    us.check_scored(ids)
+    workers.stop()
+
+
 @pytest.mark.ci
 @pytest.mark.parametrize(
     ("rollouts", "kills"),
@@ -78,22 +97,7 @@ class Reaper:
     ],
 )
 async def test_killed_at_random_nothing_is_lost_or_doubled(workers: Workers, rollouts: int, kills: int) -> None:
-    """Two workers of each kind. Enqueueing goes on while workers die, so that the kills hit a working line."""
     async with trainer(workers.config) as us:
-        ids: list[str] = []
-        for stage in STAGES:
-            for _ in range(2):
-                workers.start(stage, 8)
-        reaper = Reaper(workers, kills, 0.5)
-        while reaper.left:
-            if len(ids) - len(us.got) < 64 and len(ids) < rollouts:
-                ids += await us.put(min(16, rollouts - len(ids)), sleep=0.1)
-            await us.turn(16, 0.1)
-            reaper()
-        while len(ids) < rollouts:
-            ids += await us.put(min(200, rollouts - len(ids)))
-        await us.collect(rollouts, 120.0, workers.revive)
-        us.check_scored(ids)
-        workers.stop()
+        await killed_at_random(us, workers, rollouts, kills)
         assert sum(process.returncode == -signal.SIGKILL for process in workers.all) == kills
         await us.check_empty()

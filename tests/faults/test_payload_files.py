@@ -11,7 +11,7 @@ from pipeline import payload_sweep
 from pipeline.config import Config
 from pipeline.payload_sweep import sweep
 from pipeline.queue import Queue
-from tests.faults.test_kill_worker import Reaper
+from tests.faults.test_kill_worker import killed_at_random
 from tests.faults.tools import STAGES, Trainer, Workers, eventually, freeze, starts, thaw, trainer
 from tests.faults.worker_main import LAID
 
@@ -99,20 +99,6 @@ async def test_killed_at_random_nothing_is_lost_doubled_or_left(
 ) -> None:
     """Two workers of each kind; enqueueing goes on while they die."""
     async with trainer(workers.config) as us:
-        ids: list[str] = []
-        for stage in STAGES:
-            for _ in range(2):
-                workers.start(stage, 8)
-        reaper = Reaper(workers, kills, 0.5)
-        while reaper.left:
-            if len(ids) - len(us.got) < 64 and len(ids) < rollouts:
-                ids += await us.put(min(16, rollouts - len(ids)), sleep=0.1)
-            await us.turn(16, 0.1)
-            reaper()
-        while len(ids) < rollouts:
-            ids += await us.put(min(200, rollouts - len(ids)))
-        await us.collect(rollouts, 120.0, workers.revive)
-        us.check_scored(ids)
-        workers.stop()
+        await killed_at_random(us, workers, rollouts, kills)
         await us.check_empty()
         await check_no_file(us, workers.config, monkeypatch)

@@ -9,21 +9,19 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from pipeline.client import RolloutClient
 from pipeline.config import Config
 from pipeline.envelope import Task
 from pipeline.errors import RedisUnavailable
-from tests.boxes import PROGRAMS
+from tests.boxes import PROGRAMS, marked
 from tests.faults.chaos_handlers import STEPS, STORM, spoken, spoken_turns
 from tests.faults.test_redis import Killable
 from tests.faults.tools import SHORT, Trainer, Workers, eventually, freeze, thaw
 from tests.services import RedisService, require
 from workers.policy import scripted, tokenizer
 from workers.sandbox.boxes import orphans
-from workers.sandbox.processes import MARK
 
 
 @pytest.fixture
@@ -43,16 +41,6 @@ def settings(policy: scripted.Running, tmp_path: Path, root: Path) -> dict[str, 
         "sandbox.max_live": 6, "sandbox.sweep": 1.0, "retry.losses": 1000, "retry.attempts": 1000,
         "handlers.load": [f"chaos_handlers:{name}" for name in STORM],
     }  # fmt: skip
-
-
-def marked(root: Path) -> list[str]:
-    """Command lines of living processes that belong to a sandbox under `root`."""
-    found = []
-    for process in psutil.process_iter(["status", "cmdline"]):
-        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-            if process.info["status"] != psutil.STATUS_ZOMBIE and str(root) in process.environ().get(MARK, ""):
-                found.append(" ".join(process.info["cmdline"]))
-    return found
 
 
 class Storm:

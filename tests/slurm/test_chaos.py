@@ -11,7 +11,6 @@ import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 
-import psutil
 import pytest
 
 from pipeline import address_file, server_files
@@ -21,7 +20,7 @@ from pipeline.envelope import Task
 from pipeline.errors import Incomplete, RedisUnavailable
 from pipeline.results import Rollout
 from tests import line
-from tests.boxes import PROGRAMS
+from tests.boxes import PROGRAMS, marked
 from tests.services import require
 from tests.slurm import traced_handlers as traced
 from tests.slurm.chaos import Chaos
@@ -30,7 +29,6 @@ from tests.slurm.line_jobs import LineJobs, line_folder
 from workers.policy import scripted
 from workers.policy.tokenizer import Tokenizer
 from workers.sandbox.boxes import orphans
-from workers.sandbox.processes import MARK
 
 SAMPLES = 4
 
@@ -139,16 +137,6 @@ async def check_empty(us: Trainer) -> None:
         name: await line.count(queue, name) for name in ("live", "acked", "enqueued", "scored", "committed:eval")
     }
     assert counted == {"live": 0, **dict.fromkeys(("acked", "enqueued", "scored", "committed:eval"), count)}
-
-
-def marked(root: Path) -> list[str]:
-    """Command lines of living processes that belong to a sandbox under `root`."""
-    found = []
-    for process in psutil.process_iter(["status", "cmdline"]):
-        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-            if process.info["status"] != psutil.STATUS_ZOMBIE and str(root) in process.environ().get(MARK, ""):
-                found.append(" ".join(process.info["cmdline"]))
-    return found
 
 
 def check_nodes(cluster: Cluster, folder: Path) -> None:
